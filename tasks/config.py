@@ -1,0 +1,404 @@
+"""The whole campaign as one frozen model: the YAML file, the Prefect form and `--set` overrides.
+
+The only layer number here is the Hugging Face `hidden_states` index: 0 = embeddings, k = residual
+stream after k decoder layers, N = after the last layer before the final norm.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tasks.errors import ConfigError
+from tasks.store.keys import content_key
+
+NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
+
+
+class Frozen(BaseModel):
+    """Base of all config models: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class EngineName(StrEnum):
+    vllm = "vllm"
+    sglang = "sglang"
+    stub = "stub"
+
+
+class Role(StrEnum):
+    base = "base"
+    extraction = "extraction"
+    speculative = "speculative"
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class WorkloadKind(StrEnum):
+    prompts = "prompts"
+    random = "random"
+
+
+class Variable(Frozen):
+    name: str = Field(pattern=r"^[A-Z_][A-Z0-9_]*$")
+    """Name of the environment variable."""
+    value: str
+    """Its value, as text."""
+
+
+class Target(Frozen):
+    model: str
+    """Folder of the target model in Hugging Face format (config.json, safetensors, tokenizer)."""
+    name: str = Field("target", pattern=NAME)
+    """Short name under which it is served and reported."""
+    dtype: Dtype = Dtype.float32
+    """Number format of weights and activations while serving."""
+    max_model_len: int = Field(1024, ge=16)
+    """Longest prompt plus answer, in tokens."""
+    trust_remote_code: bool = False
+    """Run Python code that ships in the model folder."""
+
+
+class EngineEnvironment(Frozen):
+    name: str = Field(pattern=NAME)
+    """Name that arms refer to; by default an arm uses `<engine>-<device>`."""
+    python: str
+    """Python interpreter of the environment in which the engine is installed."""
+    variables: tuple[Variable, ...] = ()
+    """Environment variables that this environment needs (PYTHONPATH, CUDA_HOME, ...)."""
+
+
+class Machine(Frozen):
+    device: Device = Device.cpu
+    """Where the engines run."""
+    gpus: tuple[int, ...] = ()
+    """GPU indices that the campaign may use; empty on a CPU."""
+    cpu_threads: int | None = Field(None, ge=1)
+    """Threads per engine and trainer on a CPU; empty = all cores."""
+    environments: tuple[EngineEnvironment, ...] = ()
+    """Engine environments that are not under `.venvs/`."""
+    ready_timeout_s: float = Field(600, gt=0)
+    """Longest wait for the first real token after a launch, in seconds."""
+    stop_grace_s: float = Field(10, gt=0)
+    """Time between SIGTERM and SIGKILL when a server is stopped, in seconds."""
+
+
+class Tuning(Frozen):
+    attention_backend: str | None = None
+    """Attention backend by the engine's own name; empty = the engine chooses."""
+    cuda_graph: bool | None = None
+    """CUDA graphs for decoding; empty = the engine's default."""
+    custom_all_reduce: bool | None = None
+    """The engine's own all-reduce kernel; empty = by topology."""
+    max_running_requests: int = Field(32, ge=1)
+    """Cap on requests that run at once; always set explicitly, equal in all arms that are compared."""
+    kv_tokens: int | None = Field(None, ge=64)
+    """Size of the KV cache in tokens; empty = from memory."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """Size of the KV cache in GiB (CPU engines); empty = the engine's default."""
+    memory_fraction: float | None = Field(None, gt=0, lt=1)
+    """Share of GPU memory for weights and KV cache; empty = the engine's default."""
+    chunked_prefill_size: int | None = Field(None, ge=16)
+    """Largest prefill chunk, in tokens; empty = the engine's default."""
+    prefix_cache: bool = False
+    """Reuse the KV cache of shared prompt prefixes; must be off for extraction."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share each layer."""
+    nccl_profile: str = Field("none", pattern=NAME)
+    """Named set of NCCL variables (none, single-gpu, nvlink, pcie-no-nvlink, p2p-off) or `auto`."""
+    variables: tuple[Variable, ...] = ()
+    """Further environment variables for the server."""
+    extra_args: tuple[str, ...] = ()
+    """Further command line arguments, passed to the engine as they are."""
+
+
+class Speculative(Frozen):
+    drafter: str = "own"
+    """`own` = the drafter trained in this campaign, or the folder of a published one."""
+    extracted_on: EngineName = EngineName.vllm
+    """Engine whose hidden states trained the drafter."""
+    num_speculative_tokens: int = Field(3, ge=1, le=16)
+    """Draft tokens per step (k)."""
+    declared_experiment: bool = False
+    """Allow serving on another engine than the states were extracted on; the report says so."""
+
+
+class Arm(Frozen):
+    name: str = Field(pattern=NAME)
+    """Name of this server configuration, unique in the campaign."""
+    engine: EngineName
+    """Serving engine."""
+    role: Role
+    """What the arm is for: measure without speculation, extract hidden states, or measure speculation."""
+    environment: str | None = None
+    """Engine environment; empty = `<engine>-<device>`."""
+    tuning: Tuning = Tuning()
+    """Settings of the server."""
+    speculative: Speculative | None = None
+    """Speculative decoding, for speculative arms only."""
+    side_by_side: str | None = Field(None, pattern=NAME)
+    """Arms with the same word here are up together so that their repeats alternate."""
+    fault: str | None = None
+    """Stub engine only: the fault that it plays (launch, benchmark, extract, ...)."""
+
+    @model_validator(mode="after")
+    def _role_fits(self) -> Arm:
+        if (self.role is Role.speculative) != (self.speculative is not None):
+            raise ValueError("speculative arms need `speculative`, other arms must not have it")
+        if self.role is Role.extraction and self.tuning.prefix_cache:
+            raise ValueError("tuning.prefix_cache must be false for extraction: cached tokens have no states")
+        if self.fault is not None and self.engine is not EngineName.stub:
+            raise ValueError("`fault` is a setting of the stub engine only")
+        if self.speculative and self.speculative.extracted_on is not self.engine:
+            if not self.speculative.declared_experiment and self.speculative.drafter == "own":
+                raise ValueError(
+                    f"serves on {self.engine} a drafter extracted on {self.speculative.extracted_on}: "
+                    "set speculative.declared_experiment to true if that is the experiment"
+                )
+        return self
+
+
+class Workload(Frozen):
+    name: str = Field(pattern=NAME)
+    """Name of the load, unique in the campaign."""
+    kind: WorkloadKind = WorkloadKind.prompts
+    """Held-out prompts, or random token ids of fixed length."""
+    input_tokens: int = Field(128, ge=1)
+    """Prompt length of a random load, in tokens."""
+    output_tokens: int = Field(96, ge=2)
+    """Longest answer, in tokens."""
+    ignore_eos: bool = False
+    """Generate exactly `output_tokens` tokens."""
+    concurrencies: tuple[int, ...] = (1, 8)
+    """Requests in flight, one measurement each (closed loop)."""
+    requests: int = Field(32, ge=1)
+    """Requests per measurement; prompts are taken in order, and again from the start if they run out."""
+    repeats: int = Field(1, ge=1)
+    """Measurements per concurrency."""
+    warmup_requests: int = Field(2, ge=0)
+    """Requests before each measurement that are not counted."""
+    timeout_s: float = Field(120, gt=0)
+    """Longest time for one request, in seconds."""
+    by_category: bool = False
+    """Run each prompt category as a block of its own, so that acceptance is known per category."""
+
+
+class Prompts(Frozen):
+    train_file: str
+    """JSON lines with the training prompts: `messages`, `prompt`, `question` or `turns`, and `category`."""
+    heldout_file: str
+    """JSON lines with the prompts of the benchmarks; they share no text with the training prompts."""
+    train_samples: int = Field(256, ge=1)
+    """Training prompts to use, from the start of the file."""
+    heldout_samples: int = Field(32, ge=1)
+    """Held-out prompts to use, from the start of the file."""
+    max_prompt_tokens: int = Field(512, ge=8)
+    """Longer prompts are dropped and counted."""
+
+
+class Sampling(Frozen):
+    temperature: float = Field(0.0, ge=0)
+    """0 = greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling share."""
+    max_tokens: int = Field(128, ge=2)
+    """Longest response, in tokens."""
+    draws: int = Field(1, ge=1)
+    """Responses per prompt."""
+    concurrency: int = Field(16, ge=1)
+    """Requests in flight while responses are generated or states extracted."""
+
+
+class DrafterConfig(Frozen):
+    name: str = Field("drafter", pattern=NAME)
+    """Name of the drafter in tables and reports."""
+    points: tuple[int, ...] = (1, 2, 3)
+    """Three hidden_states indices (0 = embeddings, k = after k layers) whose states are fused."""
+    draft_vocab_size: int = Field(1024, ge=2)
+    """Tokens that the drafter can propose (draft vocabulary)."""
+    unroll_steps: int = Field(4, ge=1, le=16)
+    """Steps of the train-time-test unroll."""
+    step_loss_decay: float = Field(0.8, gt=0, le=1)
+    """Weight of unroll step k is this to the power k."""
+    epochs: int = Field(8, ge=1)
+    """Passes over the training samples."""
+    batch_size: int = Field(8, ge=1)
+    """Samples per optimizer step."""
+    learning_rate: float = Field(1.5e-3, gt=0)
+    """Peak learning rate (AdamW)."""
+    warmup_steps: int = Field(20, ge=0)
+    """Optimizer steps of linear warm-up before the cosine decay."""
+    gradient_clip: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+    seed: int = 0
+    """Seed of initialisation and sample order."""
+    checkpoint_every_steps: int = Field(50, ge=1)
+    """Optimizer steps between checkpoints."""
+
+    @field_validator("points")
+    @classmethod
+    def _three_distinct(cls, points: tuple[int, ...]) -> tuple[int, ...]:
+        if len(points) != 3 or len(set(points)) != 3 or min(points) < 0:
+            raise ValueError(f"needs three distinct hidden_states indices from 0 on, got {list(points)}")
+        return tuple(sorted(points))
+
+
+class Thresholds(Frozen):
+    state_rel_error: float = Field(1e-5, gt=0)
+    """Largest relative error of captured states at the mapped point (1e-5 in fp32, 0.02 in bf16)."""
+    next_best_rel_error: float = Field(0.2, ge=0)
+    """Smallest relative error that the next-best index must have, so that the mapping is unambiguous."""
+    align_samples: int = Field(8, ge=1)
+    """Samples that align compares with a transformers forward."""
+    max_nll_per_token: float = Field(4.0, gt=0)
+    """Largest mean negative log-likelihood per response token under the target, in nats."""
+    top2_margin: float = Field(1e-4, ge=0)
+    """Greedy outputs may first differ only where the top-2 log-probability margin is at most this."""
+    replay_gap: float = Field(0.02, gt=0)
+    """Largest relative gap between replayed and served accept length."""
+    min_accept_length: float = Field(1.05, ge=1)
+    """Replay stops the campaign below this accept length: the drafter does not draft."""
+    client_lag_ms: float = Field(50.0, gt=0)
+    """A measurement whose client event loop lagged more than this (p99) is void."""
+
+
+class Campaign(Frozen):
+    """One campaign: serve, measure, extract, align, train, replay, and measure speculation."""
+
+    name: str = Field(pattern=NAME)
+    """Name of the campaign in tables, reports and run names."""
+    target: Target
+    """The model that is served."""
+    machine: Machine = Machine()
+    """Where and with which engine environments it runs."""
+    arms: tuple[Arm, ...] = Field(min_length=1)
+    """Server configurations, started one after another in this order."""
+    workloads: tuple[Workload, ...] = Field(min_length=1)
+    """Loads that every base and speculative arm is measured under."""
+    prompts: Prompts
+    """Training and held-out prompts."""
+    sampling: Sampling = Sampling()
+    """How the training responses are generated."""
+    drafter: DrafterConfig = DrafterConfig()
+    """The EAGLE-3 drafter and its training."""
+    thresholds: Thresholds = Thresholds()
+    """Limits at which a seam check stops the campaign."""
+    strict: bool = True
+    """Stop before the benchmark when a requested setting did not take effect."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Campaign:
+        for kind, names in (("arms", [a.name for a in self.arms]), ("workloads", [w.name for w in self.workloads])):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            if twice:
+                raise ValueError(f"{kind}: name used twice: {', '.join(twice)}")
+        extracting = {a.engine for a in self.arms if a.role is Role.extraction}
+        if extracting and not any(a.role is Role.base for a in self.arms):
+            raise ValueError("arms: extraction needs a base arm, whose server generates the responses")
+        for arm in self.arms:
+            spec = arm.speculative
+            if spec and spec.drafter == "own" and spec.extracted_on not in extracting:
+                raise ValueError(f"arms: {arm.name} wants a drafter from {spec.extracted_on}, no arm extracts there")
+        return self
+
+    def arms_of(self, role: Role) -> tuple[Arm, ...]:
+        """Arms of one role, in order."""
+        return tuple(a for a in self.arms if a.role is role)
+
+    @property
+    def key(self) -> str:
+        """Content key of the whole config."""
+        return content_key(self.model_dump(mode="json"))
+
+
+def load_campaign(path: Path, overrides: list[str] | None = None) -> Campaign:
+    """Campaign from a YAML file, with `a.b=c` overrides (list items by index or by name: `arms.base.tuning...`).
+
+    Relative paths in `target.model`, `prompts` and drafter folders are taken from the file's folder.
+    Raises ConfigError with one line that starts with the path of the wrong field.
+    """
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the campaign file ({error})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a campaign file is a mapping of fields, got {type(data).__name__}")
+    for override in overrides or []:
+        _apply(data, override)
+    _resolve_paths(data, path.parent)
+    return parse_campaign(data)
+
+
+def parse_campaign(data: dict[str, Any]) -> Campaign:
+    """Campaign from plain data; raises ConfigError that names every wrong field."""
+    try:
+        return Campaign.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+
+
+def _one_line(error: Any) -> str:
+    path = ".".join(str(p) for p in error["loc"]) or "campaign"
+    message = error["msg"].removeprefix("Value error, ")
+    got = "" if isinstance(error["input"], dict | list | tuple) or error["type"] == "missing" else f" (got {error['input']!r})"
+    return f"{path}: {message}{got}"
+
+
+def _apply(data: Any, override: str) -> None:
+    if not re.match(r"[^=\s]+=", override):
+        raise ConfigError(f"--set {override}: write it as path=value, for example drafter.epochs=4")
+    dotted, _, text = override.partition("=")
+    *parents, last = dotted.split(".")
+    here = data
+    for step in parents:
+        here = _child(here, step, dotted)
+    value = yaml.safe_load(text)
+    if isinstance(here, list):
+        here[_index(here, last, dotted)] = value
+    elif isinstance(here, dict):
+        here[last] = value
+    else:
+        raise ConfigError(f"{dotted}: {last} is below a plain value")
+
+
+def _child(here: Any, step: str, dotted: str) -> Any:
+    if isinstance(here, list):
+        return here[_index(here, step, dotted)]
+    if isinstance(here, dict):
+        return here.setdefault(step, {})
+    raise ConfigError(f"{dotted}: {step} is below a plain value")
+
+
+def _index(items: list[Any], step: str, dotted: str) -> int:
+    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+    if step in names:
+        return names.index(step)
+    if step.isdigit() and int(step) < len(items):
+        return int(step)
+    raise ConfigError(f"{dotted}: no item {step}; there are {', '.join(str(n) for n in names)}")
+
+
+def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
+    places = [(data.get("target"), "model"), (data.get("prompts"), "train_file"), (data.get("prompts"), "heldout_file")]
+    places += [(a.get("speculative"), "drafter") for a in data.get("arms") or [] if isinstance(a, dict)]
+    for holder, field in places:
+        value = holder.get(field) if isinstance(holder, dict) else None
+        if isinstance(value, str) and value != "own" and not Path(value).is_absolute():
+            holder[field] = str((folder / value).resolve())
