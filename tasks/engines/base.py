@@ -77,6 +77,7 @@ class Engine(ABC):
     """Adapter of one engine; all methods are pure but for the HTTP request that they name."""
 
     name: ClassVar[str]
+    endpoint: ClassVar[str] = "/v1/completions"  # path that `completion_body` is POSTed to
 
     @abstractmethod
     def check(self, plan: LaunchPlan) -> None:
@@ -107,7 +108,7 @@ class Engine(ABC):
         self, model: str, token_ids: list[int], max_tokens: int, *, temperature: float = 0.0, top_p: float = 1.0,
         ignore_eos: bool = False, stream: bool = True, logprobs: bool = False, sample_key: str | None = None,
     ) -> dict[str, Any]:
-        """JSON body for POST /v1/completions; `sample_key` asks the capture plugin for this request's states.
+        """JSON body for POST `endpoint`; `sample_key` asks the capture plugin for this request's states.
 
         Streams report usage in their last chunk and token ids wherever the engine can.
         """
@@ -119,6 +120,14 @@ class Engine(ABC):
     @abstractmethod
     def spec_counters(self, url: str) -> SpecCounters | None:
         """Cumulative counters, or None if this engine reports acceptance per request only."""
+
+    def as_completion_chunk(self, chunk: dict[str, Any], tokens_before: int) -> dict[str, Any]:
+        """A stream chunk in the shape of /v1/completions: choices[0].{text, token_ids, finish_reason}, usage.
+
+        `tokens_before` = completion tokens received so far, for an engine whose chunks repeat them. An
+        `{"error": ...}` chunk stays as it is. The default is for engines that stream this shape already.
+        """
+        return chunk
 
     def chunk_spec(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
         """Per-request speculative facts in a stream chunk (SGLang meta_info), or None."""
