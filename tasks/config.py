@@ -7,6 +7,7 @@ stream after k decoder layers, N = after the last layer before the final norm.
 from __future__ import annotations
 
 import re
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tasks.errors import ConfigError
 from tasks.store.keys import content_key
 
+_PROJECT = Path(__file__).resolve().parents[1]
 NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
 
 
@@ -96,6 +98,22 @@ class Machine(Frozen):
     """Longest wait for the first real token after a launch, in seconds."""
     stop_grace_s: float = Field(10, gt=0)
     """Time between SIGTERM and SIGKILL when a server is stopped, in seconds."""
+
+    def environment_of(self, arm: Arm) -> EngineEnvironment:
+        """Engine environment of an arm: the declared one, else `.venvs/<engine>-<device>` of the project.
+
+        The stub engine runs in the orchestrator's own interpreter. Raises ConfigError for an unknown name.
+        """
+        name = arm.environment or f"{arm.engine}-{self.device}"
+        for environment in self.environments:
+            if environment.name == name:
+                return environment
+        if arm.environment is not None and not (_PROJECT / ".venvs" / name).exists():
+            known = ", ".join(e.name for e in self.environments) or "none"
+            raise ConfigError(f"arms.{arm.name}.environment: no environment {name}; machine.environments has {known}")
+        if arm.engine is EngineName.stub:
+            return EngineEnvironment(name=name, python=sys.executable)
+        return EngineEnvironment(name=name, python=str(_PROJECT / ".venvs" / name / "bin" / "python"))
 
 
 class Tuning(Frozen):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from tasks.config import Arm, Machine, Target
 
@@ -60,6 +60,7 @@ class SpecCounters:
     drafts: int | None
     accepted: int | None
     per_position: tuple[int, ...] = ()
+    engines: tuple[SpecCounters, ...] = ()  # each engine's own, so that a reset of one is not hidden by the others
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,17 @@ class Completion:
     finish_reason: str
     logprobs: list[float] = field(default_factory=list)  # of each chosen token; empty unless asked for
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+class RunningServer(Protocol):
+    """The lazy handle of one arm's server, as the stages see it."""
+
+    @property
+    def arm(self) -> Arm:
+        """The arm that it serves."""
+
+    def url(self) -> str:
+        """Base URL without a trailing slash; the first call starts the server and waits for a real token."""
 
 
 class Engine(ABC):
@@ -129,8 +141,21 @@ class Engine(ABC):
         """
         return chunk
 
+    def chunk_tokens(self, chunk: dict[str, Any]) -> list[int] | None:
+        """Token ids that this stream chunk adds to the answer; None = the chunk does not tell."""
+        choices = chunk.get("choices")
+        return choices[0].get("token_ids") if choices else None
+
     def chunk_spec(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
-        """Per-request speculative facts in a stream chunk (SGLang meta_info), or None."""
+        """Speculative facts of this request so far (SGLang meta_info), or None; the last in a stream counts.
+
+        Keys, each absent when not reported: `drafts` (verify steps), `accepted` (draft tokens accepted),
+        `per_position` (list: drafts whose token i was accepted), `accept_length` (as the engine says it).
+        """
+        return None
+
+    def cache_counters(self, url: str) -> tuple[int, int] | None:
+        """Cumulative (prompt tokens looked up, found) of the prefix cache; None = not reported."""
         return None
 
     @abstractmethod

@@ -152,7 +152,7 @@ class ShardWriter:
 
 
 def read_acks(folder: Path) -> dict[str, dict[str, Any]]:
-    """Acknowledged samples by sample key; a torn last line was never acknowledged."""
+    """Acknowledged samples by sample key, the newest of each; a torn last line was never acknowledged."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted(folder.glob("acks-*.jsonl")):
         for line in file.read_text().splitlines():
@@ -160,7 +160,9 @@ def read_acks(folder: Path) -> dict[str, dict[str, Any]]:
                 ack = json.loads(line)
             except ValueError:
                 continue
-            found[ack["sample_key"]] = ack
+            known = found.get(ack["sample_key"])
+            if known is None or (known["shard"], known["row_group"]) < (ack["shard"], ack["row_group"]):
+                found[ack["sample_key"]] = ack  # shard names begin with their time: a repeated request wins
     return found
 
 
@@ -182,6 +184,9 @@ def _sample(row: dict[str, Any], where: str) -> Sample:
     if hashlib.sha256(payload).hexdigest() != row["checksum"]:
         raise ValueError(f"{where}: states do not match their checksum")
     points: Sequence[int] = row["points"]
+    expected = len(row["token_ids"]) * len(points) * row["width"] * DTYPES[row["dtype"]].itemsize
+    if len(payload) != expected:
+        raise ValueError(f"{where}: {len(payload)} bytes of states for {len(row['token_ids'])} tokens, expected {expected}")
     flat = torch.frombuffer(bytearray(payload), dtype=DTYPES[row["dtype"]])
     states = flat.view(len(row["token_ids"]), len(points), row["width"])
     return Sample(row["sample_key"], list(row["token_ids"]), states, list(points))
