@@ -186,7 +186,7 @@ def _sample(row: dict[str, Any], where: str) -> Sample:
     points: Sequence[int] = row["points"]
     expected = len(row["token_ids"]) * len(points) * row["width"] * DTYPES[row["dtype"]].itemsize
     if len(payload) != expected:
-        raise ValueError(f"{where}: {len(payload)} bytes of states for {len(row['token_ids'])} tokens, expected {expected}")
+        raise ValueError(f"{where}: {len(payload)} bytes of states, its {len(row['token_ids'])} tokens need {expected}")
     flat = torch.frombuffer(bytearray(payload), dtype=DTYPES[row["dtype"]])
     states = flat.view(len(row["token_ids"]), len(points), row["width"])
     return Sample(row["sample_key"], list(row["token_ids"]), states, list(points))
