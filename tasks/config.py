@@ -94,6 +94,8 @@ class Machine(Frozen):
     """Threads per engine and trainer on a CPU; empty = all cores."""
     environments: tuple[EngineEnvironment, ...] = ()
     """Engine environments that are not under `.venvs/`."""
+    port: int | None = Field(None, ge=1024, le=65535)
+    """Port of every server, on the loopback; empty = a free one."""
     ready_timeout_s: float = Field(600, gt=0)
     """Longest wait for the first real token after a launch, in seconds."""
     stop_grace_s: float = Field(10, gt=0)
@@ -182,12 +184,12 @@ class Arm(Frozen):
             raise ValueError("tuning.prefix_cache must be false for extraction: cached tokens have no states")
         if self.fault is not None and self.engine is not EngineName.stub:
             raise ValueError("`fault` is a setting of the stub engine only")
-        if self.speculative and self.speculative.extracted_on is not self.engine:
-            if not self.speculative.declared_experiment and self.speculative.drafter == "own":
-                raise ValueError(
-                    f"serves on {self.engine} a drafter extracted on {self.speculative.extracted_on}: "
-                    "set speculative.declared_experiment to true if that is the experiment"
-                )
+        spec = self.speculative
+        if spec and spec.extracted_on is not self.engine and spec.drafter == "own" and not spec.declared_experiment:
+            raise ValueError(
+                f"serves on {self.engine} a drafter extracted on {spec.extracted_on}: "
+                "set speculative.declared_experiment to true if that is the experiment"
+            )
         return self
 
 
@@ -375,7 +377,8 @@ def parse_campaign(data: dict[str, Any]) -> Campaign:
 def _one_line(error: Any) -> str:
     path = ".".join(str(p) for p in error["loc"]) or "campaign"
     message = error["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(error["input"], dict | list | tuple) or error["type"] == "missing" else f" (got {error['input']!r})"
+    plain = not isinstance(error["input"], dict | list | tuple) and error["type"] != "missing"
+    got = f" (got {error['input']!r})" if plain else ""
     return f"{path}: {message}{got}"
 
 
@@ -414,9 +417,9 @@ def _index(items: list[Any], step: str, dotted: str) -> int:
 
 
 def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
-    places = [(data.get("target"), "model"), (data.get("prompts"), "train_file"), (data.get("prompts"), "heldout_file")]
+    places: list[tuple[Any, str]] = [(data.get("target"), "model"), (data.get("prompts"), "train_file"), (data.get("prompts"), "heldout_file")]
     places += [(a.get("speculative"), "drafter") for a in data.get("arms") or [] if isinstance(a, dict)]
     for holder, field in places:
         value = holder.get(field) if isinstance(holder, dict) else None
-        if isinstance(value, str) and value != "own" and not Path(value).is_absolute():
+        if isinstance(holder, dict) and isinstance(value, str) and value != "own" and not Path(value).is_absolute():
             holder[field] = str((folder / value).resolve())

@@ -1,0 +1,115 @@
+"""The campaign: serve, measure, extract, align, train, replay, and measure speculation.
+
+    clean → serve (base arm) → benchmark ─┬→ next arm
+                                          └ regenerate (on the running base arm)
+    clean → serve (extraction arm) → extract → align → train
+    replay → clean → serve (speculative arm) → benchmark → report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from prefect import flow
+from prefect.runtime import flow_run
+from tasks.align import align
+from tasks.benchmark import benchmark
+from tasks.clean import clean
+from tasks.extract import extract
+from tasks.regenerate import regenerate
+from tasks.replay import replay
+from tasks.train import train
+
+from flows.runs import Run, recorded
+from tasks.config import Arm, Campaign, EngineName, Role
+from tasks.report import write_report
+from tasks.serve import Server, serving
+from tasks.store.refs import BenchmarkRef, DrafterRef, ResponsesRef
+from tasks.store.tables import Store
+
+
+def run_id_of(config: Campaign) -> str:
+    """The same for every retry of one Prefect flow run, so that a retry continues its own run."""
+    return f"{config.name}-{str(flow_run.id).replace('-', '')[-12:]}"
+
+
+@flow(name="campaign", flow_run_name="{config.target.name} {config.name}", persist_result=False)
+def campaign(config: Campaign, store: str = "store") -> str:
+    """Run one campaign and return its run id; its numbers are in the store's tables.
+
+    A retry continues at the unfinished stage, sample, measurement or training step.
+    """
+    with recorded(config, Store(Path(store), run_id_of(config))) as run:
+        baselines, responses = measure_base_arms(run)
+        drafters = train_drafters(run, responses)
+        measure_speculation(run, baselines, drafters)
+        run.step("report", "", partial(write_report, store=run.store))
+    return run.store.run_id
+
+
+Baselines = dict[tuple[EngineName, str], BenchmarkRef]
+
+
+def measure_base_arms(run: Run) -> tuple[Baselines, ResponsesRef | None]:
+    """Benchmark every base arm; the first one that is up also generates the training responses."""
+    baselines: Baselines = {}
+    responses = None
+    for arm in run.config.arms_of(Role.base):
+        with server_of(run, arm) as server:
+            for workload in run.config.workloads:
+                measure = partial(benchmark, server, workload, run.config, run.store)
+                measured = run.step("benchmark", f"{arm.name} {workload.name}", measure, baseline=None, drafter=None)
+                baselines.setdefault((arm.engine, workload.name), measured)
+            if responses is None and run.config.arms_of(Role.extraction):
+                generate = partial(regenerate, server, run.config, run.store)
+                responses = run.step("regenerate", arm.name, generate)
+    return baselines, responses
+
+
+def train_drafters(run: Run, responses: ResponsesRef | None) -> dict[EngineName, DrafterRef]:
+    """One drafter per engine that extracts; a misaligned capture stops the campaign before training."""
+    drafters = {}
+    for arm in run.config.arms_of(Role.extraction):
+        assert responses is not None, "the config refuses extraction without a base arm"
+        capturing = partial(server_of, run, arm)
+        take = partial(extract, capturing, arm=arm, campaign=run.config, store=run.store)
+        states = run.step("extract", arm.name, take, responses=responses)
+        check = partial(align, campaign=run.config, store=run.store)
+        alignment = run.step("align", arm.engine, check, states=states)
+        learn = partial(train, campaign=run.config, store=run.store)
+        drafters[arm.engine] = run.step(
+            "train", arm.engine, learn, states=states, responses=responses, alignment=alignment
+        )
+    return drafters
+
+
+def measure_speculation(run: Run, baselines: Baselines, drafters: dict[EngineName, DrafterRef]) -> None:
+    """Replay each drafter offline, then serve it and measure it against the base arm's outputs."""
+    for arm in run.config.arms_of(Role.speculative):
+        assert arm.speculative is not None, "the config refuses speculative arms without it"
+        drafter = drafters[arm.speculative.extracted_on]
+        for workload in run.config.workloads:
+            predict = partial(replay, arm=arm, campaign=run.config, store=run.store)
+            baseline = baselines[arm.engine, workload.name]
+            run.step("replay", f"{arm.name} {workload.name}", predict, drafter=drafter, baseline=baseline)
+        with server_of(run, arm, drafter=drafter) as server:
+            for workload in run.config.workloads:
+                measure = partial(benchmark, server, workload, run.config, run.store)
+                baseline = baselines[arm.engine, workload.name]
+                run.step("benchmark", f"{arm.name} {workload.name}", measure, baseline=baseline, drafter=drafter)
+
+
+@contextmanager
+def server_of(
+    run: Run, arm: Arm, capture_dir: Path | None = None, drafter: DrafterRef | None = None
+) -> Iterator[Server]:
+    """A lazy server: it is cleaned for and started when an unfinished stage first asks for its address."""
+    drafter_dir = run.store.artifact("drafter", drafter.key) / "serve" / arm.engine if drafter else None
+    tidy = partial(run.step, "clean", arm.name, partial(clean, run.config, arm.name, run.store))
+    with serving(
+        run.config, arm, run.store, before_start=tidy, capture_dir=capture_dir, drafter_dir=drafter_dir
+    ) as server:
+        yield server

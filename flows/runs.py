@@ -1,0 +1,171 @@
+"""One run of a campaign: its row in `runs`, its stages as Prefect tasks, its rows in `stages`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import platform
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.exceptions import TerminationSignal
+
+from flows.progress import ProgressBars
+from tasks.config import Campaign
+from tasks.store.tables import Store
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY", re.IGNORECASE)
+
+
+class Run:
+    """What the flow needs of a run: its config and store, and a way to run a stage as a Prefect task."""
+
+    def __init__(self, config: Campaign, store: Store) -> None:
+        self.config = config
+        self.store = store
+        self.progress = ProgressBars()
+
+    def step(self, stage: str, subject: str, function: Callable[..., T], **references: Any) -> T:
+        """Run one stage as a Prefect task `<stage> <subject>`; its references are passed by keyword.
+
+        Only references go through Prefect, so that its graph shows what depends on what. Prefect
+        caches nothing: a stage knows its own finished work by content key and checks it on disk,
+        which a cached Prefect result does not.
+        """
+        shows_progress = "progress" in inspect.signature(function).parameters
+
+        def run_stage(**given: Any) -> T:
+            with self.timed(stage, subject), self.progress.bar(f"{stage} {subject}".strip()) as report:
+                return function(**given, **({"progress": report} if shows_progress else {}))
+
+        named = task(name=stage, task_run_name=f"{stage} {subject}".strip(), cache_policy=NO_CACHE)
+        return named(run_stage)(**references)
+
+    @contextmanager
+    def timed(self, stage: str, subject: str) -> Iterator[None]:
+        """Write the `stages` row of one stage, also when it fails."""
+        started, clock, cpu = datetime.now(UTC), time.monotonic(), _cpu_seconds()
+        detail = None
+        try:
+            yield
+        except BaseException as error:
+            detail = f"{type(error).__name__}: {error}"[:2000]
+            raise
+        finally:
+            row = {
+                "stage": stage, "arm": subject or None, "started_at": started, "finished_at": datetime.now(UTC),
+                "wall_s": time.monotonic() - clock, "cpu_s": _cpu_seconds() - cpu, "detail": detail,
+                **count_work(self.store, stage, subject),
+            }
+            self.store.write("stages", [row], f"{stage}-{subject or 'all'}")
+
+
+def count_work(store: Store, stage: str, subject: str) -> dict[str, int | None]:
+    """Loads, requests, and executed and reused items of a stage, counted in this run's own tables."""
+    table = {"regenerate": "responses", "extract": "states_index", "train": "training", "align": "alignment",
+             "replay": "replay"}.get(stage)
+    if table is not None:
+        origins = store.read(table, store.run_id, ["reused_from"]).column("reused_from").to_pylist()
+        executed = sum(origin is None for origin in origins)
+        requests = executed if stage in ("regenerate", "extract") else None
+        return {"requests": requests, "executed": executed, "reused": len(origins) - executed, "loads": None}
+    if stage == "benchmark":
+        rows = store.read("requests", store.run_id, ["arm", "workload"]).to_pylist()
+        mine = sum(f"{row['arm']} {row['workload']}" == subject for row in rows)
+        return {"requests": mine, "executed": mine, "reused": 0, "loads": None}
+    return {"requests": None, "executed": None, "reused": None, "loads": 1 if stage == "serve" else None}
+
+
+@contextmanager
+def recorded(config: Campaign, store: Store) -> Iterator[Run]:
+    """Keep the `runs` row true: running, then completed, failed or cancelled (a dead run stays running
+    until the next run finds that its process is gone and marks it crashed)."""
+    mark_abandoned_runs(store)
+    row: dict[str, Any] = {
+        "run_id": store.run_id, "campaign": config.name, "started_at": datetime.now(UTC), "state": "running",
+        "config_key": config.key, "config_json": _without_secrets(config), "versions_json": json.dumps(_versions()),
+        "machine_json": json.dumps(_machine()),
+    }
+    store.write("runs", [row], "run")
+    state, note = "failed", None
+    try:
+        yield Run(config, store)
+        state = "completed"
+    except (KeyboardInterrupt, TerminationSignal, SystemExit):
+        state, note = "cancelled", "stopped from outside; the next run continues where this one stopped"
+        raise
+    except BaseException as error:
+        note = f"{type(error).__name__}: {error}"[:2000]
+        raise
+    finally:
+        store.write("runs", [row | {"state": state, "finished_at": datetime.now(UTC), "note": note}], "run")
+
+
+def mark_abandoned_runs(store: Store) -> None:
+    """Runs whose process is gone did not end as they wished: state `crashed`."""
+    for row in store.read("runs").to_pylist():
+        if row["state"] != "running" or row["run"] == store.run_id:
+            continue
+        machine = json.loads(row["machine_json"])
+        if machine["host"] == platform.node() and not _alive(machine["pid"], machine["process_started"]):
+            crashed = {k: v for k, v in row.items() if k != "run"} | {"state": "crashed", "note": "its process is gone"}
+            Store(store.root, row["run"]).write("runs", [crashed], "run")
+            logger.warning("run %s crashed earlier; its finished work is reused", row["run"])
+
+
+def _alive(pid: int, started: float) -> bool:
+    try:
+        return abs(psutil.Process(pid).create_time() - started) < 1
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _without_secrets(config: Campaign) -> str:
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            if _SECRET.search(str(value.get("name", ""))) and "value" in value:
+                return value | {"value": "***"}
+            return {k: clean(v) for k, v in value.items()}
+        return [clean(v) for v in value] if isinstance(value, list) else value
+
+    return json.dumps(clean(config.model_dump(mode="json")), sort_keys=True)
+
+
+def _versions() -> dict[str, str]:
+    names = ("drafthouse", "prefect", "torch", "transformers", "pyarrow", "pandas")
+    return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "host": platform.node(), "pid": os.getpid(), "process_started": psutil.Process().create_time(),
+        "cores": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cpu": _cpu_model(), "load_1m": os.getloadavg()[0],
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _cpu_seconds() -> float:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime

@@ -1,0 +1,51 @@
+"""The final table of a run and the comparison of two, in a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_summary(console: Console, facts: dict[str, Any]) -> None:
+    """Arms side by side: throughput, latency, acceptance served and replayed, losslessness."""
+    table = Table(title=f"{facts['campaign']}: {facts['state']}")
+    for column in ("arm", "workload", "C", "ok/failed", "output tok/s", "decode tok/s", "TTFT ms p50", "TPOT ms p50",
+                   "accept length", "note"):
+        table.add_column(column, justify="left" if column in ("arm", "workload", "note") else "right")
+    lengths = {(r["arm"], r["workload"], r["concurrency"]): r["accept_length"] for r in facts["acceptance"]}
+    for row in facts["benchmarks"]:
+        length = lengths.get((row["arm"], row["workload"], row["concurrency"]))
+        table.add_row(
+            row["arm"], row["workload"], str(row["concurrency"]), f"{row['requests_ok']}/{row['requests_failed']}",
+            _number(row["output_tok_s"], 1), _number(row["decode_tok_s"], 1), _number(row["ttft_ms_p50"], 1),
+            _number(row["tpot_ms_p50"], 2), _number(length, 3), row["note"] or "",
+        )
+    console.print(table)
+    for row in facts["replay"]:
+        console.print(f"replayed {row['drafter']} on {row['workload']} ({row['auxiliary']} auxiliary states): "
+                      f"accept length {_number(row['accept_length'], 3)}")
+    for row in facts["losslessness"]:
+        console.print(f"outputs of {row['arm']} against its base arm: {row['prompts']} {row['verdict']}")
+    worst = [r["value"] for r in facts["alignment"] if r["check"] == "state_rel_error" and r["value"] is not None]
+    if worst:
+        console.print(f"captured states against the target: worst relative error {max(worst):.2g}")
+    for row in facts["stages"]:
+        if row["executed"] is not None and row["stage"] != "benchmark":
+            console.print(f"{row['stage']} {row['arm'] or ''}: {row['executed']} done, {row['reused']} reused, "
+                          f"{row['wall_s']:.1f} s", highlight=False)
+
+
+def print_comparison(console: Console, rows: list[dict[str, Any]], a: str, b: str) -> None:
+    """Metrics of two runs; no change is printed where the numbers must not be compared."""
+    table = Table("arm", "workload", "C", "metric", a, b, "change", title="comparison")
+    for row in rows:
+        change = "not comparable" if row["change_pct"] is None else f"{row['change_pct']:+.1f} %"
+        table.add_row(row["arm"], row["workload"], str(row["concurrency"]), row["metric"], _number(row["a"], 2),
+                      _number(row["b"], 2), change)
+    console.print(table)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None or value != value else f"{value:.{digits}f}"
