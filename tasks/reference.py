@@ -1,0 +1,321 @@
+"""The target's own forward in transformers: what captured states and served answers are compared with.
+
+A target that does not fit into memory is streamed: one decoder layer at a time is read from the
+safetensors files, dequantised, run over all samples and dropped. Both ways run the same code, so
+they give the same bits. Points are Hugging Face `hidden_states` indices: 0 = embeddings, k = after k
+decoder layers, N = after the last one, *before* the final norm (what transformers returns as
+`hidden_states[-1]` is after it; see `after_norm`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tasks.errors import InputError, NotSupported
+
+# Names that a checkpoint gives to an architecture which transformers knows under another name.
+_SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")  # in old checkpoints; the model computes it
+_LOCK = threading.RLock()
+
+
+def layer_states(
+    model_dir: Path | str, token_ids_batch: Sequence[Sequence[int]], points: Sequence[int],
+    dtype: torch.dtype = torch.float32, *, threads: int | None = None, streamed: bool | None = None,
+) -> list[Tensor]:
+    """States [tokens, points, width] of each token sequence, each run on its own (no padding).
+
+    `streamed` None = only if the weights in `dtype` would take more than half of the free memory.
+    Raises InputError for a folder that is not a model or a point outside 0..N, NotSupported for weights
+    that cannot be read.
+    """
+    with _LOCK, torch.no_grad(), _threads(threads):
+        target = _target(model_dir, dtype, streamed)
+        outside = [p for p in points if not 0 <= p <= target.num_layers]
+        if outside:
+            raise InputError(f"{model_dir}: no hidden_states index {outside} in a model of {target.num_layers} layers")
+        if not token_ids_batch or not all(token_ids_batch):
+            raise InputError("token sequences: each needs at least one token")
+        return target.states(token_ids_batch, list(points))
+
+
+def after_norm(
+    model_dir: Path | str, states_TD: Tensor, *, threads: int | None = None, streamed: bool | None = None
+) -> Tensor:
+    """The final norm of states at point N: what transformers calls `hidden_states[-1]`."""
+    with _LOCK, torch.no_grad(), _threads(threads):
+        return _target(model_dir, states_TD.dtype, streamed).norm(states_TD)
+
+
+def logits(
+    model_dir: Path | str, states_TD: Tensor, *, threads: int | None = None, streamed: bool | None = None
+) -> Tensor:
+    """Logits [tokens, vocabulary] in fp32 of states at point N, before the final norm."""
+    with _LOCK, torch.no_grad(), _threads(threads):
+        target = _target(model_dir, states_TD.dtype, streamed)
+        return nn.functional.linear(target.norm(states_TD), target.head).float()
+
+
+def token_nlls(
+    model_dir: Path | str, token_ids: Sequence[int], prompt_tokens: int, *, states_TD: Tensor | None = None,
+    threads: int | None = None, streamed: bool | None = None,
+) -> Tensor:
+    """Negative log-likelihood in nats of each token after the first `prompt_tokens`.
+
+    `states_TD` = their known states at point N, which saves the forward.
+    """
+    if not 1 <= prompt_tokens < len(token_ids):
+        raise InputError(f"prompt_tokens: {prompt_tokens} of {len(token_ids)} tokens leave no response to score")
+    if states_TD is None:
+        last = num_layers(model_dir)
+        states_TD = layer_states(model_dir, [token_ids], [last], threads=threads, streamed=streamed)[0][:, 0]
+    scores_TV = logits(model_dir, states_TD[prompt_tokens - 1 : -1], threads=threads, streamed=streamed)
+    chosen = torch.tensor(list(token_ids[prompt_tokens:]))
+    return nn.functional.cross_entropy(scores_TV, chosen, reduction="none")
+
+
+def nll_per_token(
+    model_dir: Path | str, token_ids: Sequence[int], prompt_tokens: int, *, threads: int | None = None,
+    streamed: bool | None = None,
+) -> float:
+    """Mean negative log-likelihood in nats per response token, at temperature 1 in fp32."""
+    return float(token_nlls(model_dir, token_ids, prompt_tokens, threads=threads, streamed=streamed).mean())
+
+
+def top2_margin(
+    model_dir: Path | str, token_ids: Sequence[int], *, threads: int | None = None, streamed: bool | None = None
+) -> float:
+    """Log-probability margin of the two best next tokens after `token_ids`, in nats, in fp32."""
+    last = num_layers(model_dir)
+    states = layer_states(model_dir, [token_ids], [last], threads=threads, streamed=streamed)[0][-1:, 0]
+    best, second = torch.topk(logits(model_dir, states, threads=threads, streamed=streamed)[0], 2).values.tolist()
+    return float(best - second)
+
+
+def num_layers(model_dir: Path | str) -> int:
+    """N: decoder layers of the (text part of the) target."""
+    return int(text_config(model_dir).num_hidden_layers)
+
+
+def text_config(model_dir: Path | str) -> Any:
+    """transformers' config of the language model, also out of a multimodal wrapper's `text_config`."""
+    file = Path(model_dir) / "config.json"
+    try:
+        outer = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: not a model folder in Hugging Face format ({error})") from error
+    inner = {key: value for key, value in outer.get("text_config", outer).items() if key != "quantization_config"}
+    inner.setdefault("tie_word_embeddings", outer.get("tie_word_embeddings", False))
+    model_type = inner.pop("model_type", "")
+    try:
+        return AutoConfig.for_model(_SAME_ARCHITECTURE.get(model_type, model_type), **inner)
+    except ValueError as error:
+        raise NotSupported(f"{file}: transformers knows no model_type {model_type!r}; update transformers") from error
+
+
+class Checkpoint:
+    """Tensors of a model folder by name, dequantised, one in memory at a time.
+
+    `body` and `head` are the prefixes of the decoder's and the output layer's names, found by their
+    ends since wrappers put the language model under different names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                self._files |= dict.fromkeys(tensors.keys(), file)
+        embeddings = [name for name in self._files if name.endswith("embed_tokens.weight")]
+        bodies = [name.removesuffix("embed_tokens.weight") for name in embeddings]
+        bodies = [body for body in bodies if any(name.startswith(f"{body}layers.0.") for name in self._files)]
+        if len(bodies) != 1:
+            raise InputError(f"{folder}: expected safetensors with one decoder, found {len(bodies)}")
+        self.folder, self.body = folder, bodies[0]
+        self.head = next((name for name in self._files if name.endswith("lm_head.weight")), None)
+
+    def names(self, prefix: str) -> set[str]:
+        """Names of the stored tensors below `prefix`."""
+        return {name for name in self._files if name.startswith(prefix) and not _COMPUTED.search(name)}
+
+    def read(self, name: str, like: Tensor, used: set[str]) -> Tensor:
+        """The tensor `name` in the shape and dtype of `like`; adds to `used` what was read for it."""
+        if name in self._files or f"{name}_packed" in self._files:
+            value = self._dequantised(name, used)
+        elif re.search(r"\.experts\.(gate_up|down)_proj$", name):  # transformers keeps experts as one tensor
+            value = torch.stack([self._expert(name, number, used, like.dtype) for number in range(like.shape[0])])
+        else:
+            raise InputError(f"{self.folder}: no tensor {name} in its safetensors; is the download complete?")
+        if value.shape != like.shape:
+            raise InputError(f"{self.folder}: {name} is {list(value.shape)}, its config.json says {list(like.shape)}")
+        return value.to(like.dtype)
+
+    def _expert(self, name: str, number: int, used: set[str], dtype: torch.dtype) -> Tensor:
+        stem, _, kind = name.rpartition(".")
+        parts = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else ["down_proj"]
+        names = [f"{stem}.{number}.{part}.weight" for part in parts]
+        return torch.cat([self._dequantised(part, used).to(dtype) for part in names])
+
+    def _raw(self, name: str, used: set[str]) -> Tensor:
+        if name not in self._files:
+            raise InputError(f"{self.folder}: no tensor {name} in its safetensors; is the download complete?")
+        used.add(name)
+        with safe_open(self._files[name], "pt") as tensors:
+            value: Tensor = tensors.get_tensor(name)
+        return value
+
+    def _dequantised(self, name: str, used: set[str]) -> Tensor:
+        if f"{name}_packed" in self._files:
+            packed, scale = self._raw(f"{name}_packed", used), self._raw(f"{name}_scale", used)
+            return _unpack(packed, scale, self._raw(f"{name}_shape", used).tolist())
+        value = self._raw(name, used)
+        if f"{name}_scale_inv" in self._files:
+            return _scale_blocks(value, self._raw(f"{name}_scale_inv", used))
+        if not value.is_floating_point() or value.dtype.itemsize < 2:
+            raise NotSupported(f"{self.folder}: {name} is stored as {value.dtype} in a format that is not known here")
+        return value
+
+
+def _unpack(packed: Tensor, scale: Tensor, shape: list[int]) -> Tensor:
+    """Symmetric integers packed into int32, lowest bits first, offset by half their range (compressed-tensors).
+
+    packed [out, in * bits / 32], scale [out, in / group] -> [out, in].
+    """
+    rows, columns = shape
+    bits = 32 * packed.shape[1] // columns
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    unsigned = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
+    signed = unsigned.reshape(rows, -1)[:, :columns] - (1 << (bits - 1))
+    return signed.float() * scale.float().repeat_interleave(columns // scale.shape[1], dim=1)
+
+
+def _scale_blocks(value: Tensor, scale: Tensor, block: int = 128) -> Tensor:
+    """fp8 weights with one scale per 128 x 128 block (DeepSeek-V3's weight_scale_inv)."""
+    rows = scale.float().repeat_interleave(block, dim=0)[: value.shape[0]]
+    return value.float() * rows.repeat_interleave(block, dim=1)[:, : value.shape[1]]
+
+
+class _Recorder(nn.Module):
+    """Stands for a decoder layer, keeps the arguments of its call and hands the states through."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.call = (args, kwargs)
+        return hidden
+
+
+class _Target:
+    """A target on the CPU: embeddings, final norm and head resident, decoder layers resident or streamed."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, streamed: bool) -> None:
+        self.streamed, self.checkpoint = streamed, Checkpoint(folder)
+        config = text_config(folder)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        self.body = model.model
+        self.num_layers = len(self.body.layers)
+        # The model's own forward computes masks and rotary angles per layer; we run the layers.
+        self.layers, self.body.layers = self.body.layers, nn.ModuleList(_Recorder() for _ in self.body.layers)
+        # Its frequencies are no weights: they are computed, so not on the meta device.
+        self.body.rotary_emb = type(self.body.rotary_emb)(config=self.body.config)
+        name = self.checkpoint.body
+        self._load(self.body.embed_tokens, f"{name}embed_tokens.")
+        self._load(self.body.norm, f"{name}norm.")
+        head = self.checkpoint.head
+        if head is None and not config.tie_word_embeddings:
+            raise InputError(f"{folder}: no lm_head.weight in its safetensors, and its embeddings are not tied")
+        self.head = self.checkpoint.read(head, model.lm_head.weight, set()) if head else self.body.embed_tokens.weight
+        if not streamed:
+            for number, layer in enumerate(self.layers):
+                self._load(layer, f"{name}layers.{number}.")
+
+    def _load(self, module: nn.Module, prefix: str) -> None:
+        used: set[str] = set()
+        like = module.state_dict()
+        module.load_state_dict({n: self.checkpoint.read(prefix + n, t, used) for n, t in like.items()}, assign=True)
+        left = self.checkpoint.names(prefix) - used
+        if left:  # a bias that the model class does not know would change every state silently
+            raise NotSupported(f"{self.checkpoint.folder}: transformers does not use {', '.join(sorted(left)[:3])}")
+        unset = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
+        assert not unset, f"{prefix}: not loaded: {unset}"
+
+    @contextmanager
+    def _layer(self, number: int) -> Iterator[nn.Module]:
+        layer = self.layers[number]
+        if self.streamed:
+            self._load(layer, f"{self.checkpoint.body}layers.{number}.")
+        yield layer
+        if self.streamed:
+            layer.to("meta")
+
+    def norm(self, states_TD: Tensor) -> Tensor:
+        normed: Tensor = self.body.norm(states_TD)
+        return normed
+
+    def states(self, token_ids_batch: Sequence[Sequence[int]], points: list[int]) -> list[Tensor]:
+        hidden = [self.body.embed_tokens(torch.tensor([list(ids)])) for ids in token_ids_batch]  # [1, tokens, width]
+        calls = []
+        for states_BTD in hidden:
+            self.body(inputs_embeds=states_BTD, use_cache=False)
+            calls.append([layer.call for layer in self.body.layers])
+        kept = [{0: states_BTD[0]} for states_BTD in hidden]
+        for number in range(max(points)):
+            with self._layer(number) as layer:
+                for index, states_BTD in enumerate(hidden):
+                    args, kwargs = calls[index][number]
+                    hidden[index] = layer(states_BTD, *args, **kwargs)
+                    if number + 1 in points:
+                        kept[index][number + 1] = hidden[index][0]
+        return [torch.stack([states[point] for point in points], dim=1) for states in kept]
+
+
+def _target(model_dir: Path | str, dtype: torch.dtype, streamed: bool | None) -> _Target:
+    folder = Path(model_dir).resolve()
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{folder}: no *.safetensors in this model folder")
+    stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in [*files, folder / "config.json"])
+    return _cached_target(folder, stats, dtype, streamed)
+
+
+@lru_cache(maxsize=2)
+def _cached_target(
+    folder: Path, stats: tuple[tuple[str, int, int], ...], dtype: torch.dtype, streamed: bool | None
+) -> _Target:
+    if streamed is None:
+        stored_bytes = sum(size for _, size, _ in stats)
+        streamed = stored_bytes * _growth(folder, dtype) > psutil.virtual_memory().available / 2
+    return _Target(folder, dtype, streamed)
+
+
+def _growth(folder: Path, dtype: torch.dtype) -> float:
+    """How much larger the weights are in `dtype` than as stored; quantised ones count as 4 bits."""
+    raw = json.loads((folder / "config.json").read_text())
+    inner = raw.get("text_config", raw)
+    if "quantization_config" in inner or "quantization_config" in raw:
+        return dtype.itemsize * 2.0
+    stored = inner.get("dtype") or inner.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    return dtype.itemsize / (4.0 if stored == "float32" else 2.0)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)
