@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,7 @@ class Store:
     def __init__(self, root: Path | str, run_id: str) -> None:
         self.root = Path(root)
         self.run_id = safe_name(run_id)
+        self.counts: dict[str, Counter[str]] = {}  # per stage: requests, executed, reused; for the table `stages`
 
     @property
     def run_dir(self) -> Path:
@@ -85,6 +87,10 @@ class Store:
         folder = self.root / "runs" / self.run_id
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def count(self, stage: str, *, requests: int = 0, executed: int = 0, reused: int = 0) -> None:
+        """Add to what a stage did in this process: HTTP requests sent, samples or steps made and found."""
+        self.counts.setdefault(stage, Counter()).update(requests=requests, executed=executed, reused=reused)
 
     # tables ---------------------------------------------------------------------------------
 
