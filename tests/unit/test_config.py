@@ -1,0 +1,98 @@
+"""Campaign files: every mistake is one clear line that names the path of the field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tasks.config import Campaign, load_campaign, parse_campaign
+from tasks.errors import ConfigError
+
+
+def valid() -> dict[str, Any]:
+    return {
+        "name": "c", "target": {"model": "m"}, "workloads": [{"name": "w"}],
+        "prompts": {"train_file": "t.jsonl", "heldout_file": "h.jsonl"},
+        "arms": [
+            {"name": "base", "engine": "vllm", "role": "base"},
+            {"name": "take", "engine": "vllm", "role": "extraction"},
+            {"name": "spec", "engine": "vllm", "role": "speculative", "speculative": {}},
+        ],
+    }
+
+
+def load(tmp_path: Path, data: Any, *overrides: str) -> Campaign:
+    path = tmp_path / "c.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return load_campaign(path, list(overrides))
+
+
+def test_overrides_reach_lists_by_name_and_by_index(tmp_path: Path) -> None:
+    loaded = load(tmp_path, valid(), "arms.spec.speculative.num_speculative_tokens=5", "arms.0.tuning.max_running_requests=7",
+                  "workloads.w.concurrencies=[1, 2]", "drafter.epochs=3")
+    assert loaded.arms[2].speculative.num_speculative_tokens == 5  # type: ignore[union-attr]
+    assert (loaded.arms[0].tuning.max_running_requests, loaded.workloads[0].concurrencies) == (7, (1, 2))
+    assert loaded.drafter.epochs == 3
+
+
+def test_paths_are_relative_to_the_campaign_file(tmp_path: Path) -> None:
+    loaded = load(tmp_path, valid())
+    assert loaded.target.model == str(tmp_path / "m")
+    assert loaded.prompts.train_file == str(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("drafter.epoch=3", "drafter.epoch: Extra inputs are not permitted"),
+        ("drafter.epochs=many", "drafter.epochs: Input should be a valid integer"),
+        ("drafter.points=[1, 1, 2]", "drafter.points: needs three distinct"),
+        ("arms.nobody.name=x", "arms.nobody.name: no item nobody; there are base, take, spec"),
+        ("drafter.epochs", "--set drafter.epochs: write it as path=value"),
+        ("arms.take.tuning.prefix_cache=true", "tuning.prefix_cache must be false for extraction"),
+        ("arms.base.fault=launch", "`fault` is a setting of the stub engine only"),
+        ("arms.spec.engine=sglang", "set speculative.declared_experiment to true"),
+        ("arms.spec.name=base", "name used twice: base"),
+        ("arms.take.role=base", "spec wants a drafter from vllm, no arm extracts there"),
+        ("target.dtype=int3", "target.dtype: Input should be 'float32'"),
+    ],
+)
+def test_a_wrong_override_is_one_line_with_its_path(tmp_path: Path, override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, valid(), override)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [unclosed", "42"])
+def test_a_file_that_is_no_campaign_is_one_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert "c.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the campaign file"):
+        load_campaign(tmp_path / "absent.yaml")
+
+
+def test_the_key_changes_with_any_setting_and_not_with_key_order() -> None:
+    one, two = valid(), dict(reversed(valid().items()))
+    assert parse_campaign(one).key == parse_campaign(two).key
+    assert parse_campaign(one | {"strict": False}).key != parse_campaign(one).key
+
+
+def test_every_field_has_a_description_for_the_form() -> None:
+    schema = Campaign.model_json_schema()
+    models = [schema, *schema["$defs"].values()]
+    bare = [
+        f"{model['title']}.{name}"
+        for model in models
+        for name, field in model.get("properties", {}).items()
+        if "description" not in field
+    ]
+    assert bare == ["Speculative.num_speculative_tokens"][:0], bare
