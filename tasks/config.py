@@ -51,6 +51,43 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class StubFault(StrEnum):
+    """What a stub engine does wrong; the first five make the stage of that name fail."""
+
+    launch = "launch"
+    """exits with code 1 while loading"""
+    benchmark = "benchmark"
+    """streamed answers are HTTP 500"""
+    regenerate = "regenerate"
+    """answers of more than one token that are not streamed are HTTP 500"""
+    extract = "extract"
+    """healthy and answers, but no states are ever written"""
+    align = "align"
+    """states come from one layer further than asked"""
+    silent = "silent"
+    """answers 200 and never sends a token"""
+    cut = "cut"
+    """every third stream ends without a finish reason"""
+    dies = "dies"
+    """exits with code 3 at the twentieth streamed request"""
+    template = "template"
+    """adds two tokens to every prompt unasked"""
+    settings = "settings"
+    """attention runs on another backend than asked for"""
+    capped = "capped"
+    """runs two requests at most, whatever was asked for"""
+    cached_suffix = "cached_suffix"
+    """keeps a prefix cache and writes no states for cached tokens"""
+    writer_full = "writer_full"
+    """every write of states fails as on a full disk; the server lives"""
+    no_drafts = "no_drafts"
+    """no draft token is ever accepted"""
+    no_counters = "no_counters"
+    """speculative counters are not reported"""
+    lossy = "lossy"
+    """some answers differ from the target's own"""
+
+
 class WorkloadKind(StrEnum):
     prompts = "prompts"
     random = "random"
@@ -173,7 +210,7 @@ class Arm(Frozen):
     """Speculative decoding, for speculative arms only."""
     side_by_side: str | None = Field(None, pattern=NAME)
     """Arms with the same word here are up together so that their repeats alternate."""
-    fault: str | None = None
+    fault: StubFault | None = None
     """Stub engine only: the fault that it plays (launch, benchmark, extract, ...)."""
 
     @model_validator(mode="after")
@@ -418,7 +455,8 @@ def _index(items: list[Any], step: str, dotted: str) -> int:
 
 def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
     places: list[tuple[Any, str]] = [(data.get("target"), "model"), (data.get("prompts"), "train_file"), (data.get("prompts"), "heldout_file")]
-    places += [(a.get("speculative"), "drafter") for a in data.get("arms") or [] if isinstance(a, dict)]
+    arms = [arm for arm in data.get("arms") or [] if isinstance(arm, dict)]
+    places += [(arm.get("speculative"), "drafter") for arm in arms]
     for holder, field in places:
         value = holder.get(field) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and isinstance(value, str) and value != "own" and not Path(value).is_absolute():

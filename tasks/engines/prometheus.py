@@ -48,7 +48,9 @@ def _unescape(match: re.Match[str]) -> str:
 
 def scrape(url: str, timeout_s: float = 10.0) -> list[Sample]:
     """Samples of `<url>/metrics`; raises requests.RequestException if it does not answer."""
-    response = requests.get(f"{url}/metrics", timeout=timeout_s)
+    with requests.Session() as session:
+        session.trust_env = False  # a proxy of the user's shell must never come between us and the loopback
+        response = session.get(f"{url}/metrics", timeout=timeout_s)
     response.raise_for_status()
     return parse(response.text)
 
