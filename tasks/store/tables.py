@@ -12,6 +12,7 @@ killed or disk-full writer leaves no half file under a name that a reader looks 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from tasks.errors import ArtifactDamaged, SchemaMismatch, StoreError
 from tasks.store.keys import file_checksum
 from tasks.store.schemas import SCHEMA_VERSION, TABLES
 
+log = logging.getLogger(__name__)
 ROW_GROUP_BYTES = 64 << 20  # arrow cannot read back nested columns over 2 GiB in one row group
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,180}\Z")
 
@@ -190,4 +192,9 @@ def _check_version(file: Path) -> None:
 def pool_rows(folder: Path, columns: Sequence[str] | None = None) -> Iterable[dict[str, Any]]:
     """Rows of all whole shards of a pool; a shard without a footer was never finished and is skipped."""
     for file in sorted(folder.glob("*.parquet")):
-        yield from pq.read_table(file, columns=list(columns) if columns else None).to_pylist()
+        try:
+            table = pq.read_table(file, columns=list(columns) if columns else None)
+        except (pa.ArrowInvalid, OSError) as error:
+            log.warning("%s: not a whole shard, its rows are made again (%s)", file, error)
+            continue
+        yield from table.to_pylist()
