@@ -58,10 +58,8 @@ def blocks(
 def warmup(workload: Workload, point: Point, vocab_size: int, seed: str, input_tokens: int) -> list[Planned]:
     """Requests before a measurement: random ids of the load's length, so that they warm no prompt's cache entry."""
     random_ids = random.Random(content_key("warmup", seed, workload.name, point.name))
-    return [
-        Planned(f"{workload.name}-{point.name}-warmup-{i}", "", None, _random_prompt(random_ids, vocab_size, input_tokens))
-        for i in range(workload.warmup_requests)
-    ]
+    prompts = [_random_prompt(random_ids, vocab_size, input_tokens) for _ in range(workload.warmup_requests)]
+    return [Planned(f"{workload.name}-{point.name}-warmup-{i}", "", None, ids) for i, ids in enumerate(prompts)]
 
 
 def _contents(
