@@ -101,7 +101,7 @@ class StateCapture:
         self.layer = layer
         self.error: str | None = None
         self._copies: deque[_Copy] = deque()
-        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None  # type: ignore[no-untyped-call]
         sample_bytes = max_tokens * layer.points * layer.width * cache.element_size()
         self._writer = ShardWriter(folder, max_pending=max(2, min(64, PENDING_BYTES // sample_bytes)))
         self._report(folder)
@@ -140,7 +140,7 @@ class StateCapture:
             on_device = self.cache[where[0], where[1]]
             states = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
             states.copy_(on_device, non_blocking=True)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return states, done
 
@@ -149,7 +149,8 @@ class StateCapture:
         released = set()
         for _ in range(len(self._copies)):
             copy = self._copies.popleft()
-            if (copy.done is None or copy.done.query()) and self._stored(copy):
+            arrived = copy.done is None or copy.done.query()  # type: ignore[no-untyped-call]
+            if arrived and self._stored(copy):
                 released.add(copy.pending.request_id)
             else:
                 self._copies.append(copy)

@@ -51,7 +51,7 @@ def mend() -> None:
 
 
 def expand(
-    output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: int, replace_to: int, *_: Any, **__: Any
+    output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: int, replace_to: int, *_: Any
 ) -> None:
     """Write values[i] to output[ends[i-1]:ends[i]], with `replace_from` turned into `replace_to`."""
     counts = torch.diff(ends.to(torch.int64), prepend=torch.zeros(1, dtype=torch.int64))
