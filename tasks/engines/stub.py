@@ -85,8 +85,8 @@ class StubEngine(Engine):
             for setting in ("attention_backend", "max_running_requests", "prefix_cache", "dtype", "tensor_parallel")
         ]
         if plan.arm.speculative is not None:
-            tokens = _text(info.get("num_speculative_tokens"))
-            found.append(Observed("speculative.num_speculative_tokens", "num_speculative_tokens", tokens, "server_info"))
+            k = _text(info.get("num_speculative_tokens"))
+            found.append(Observed("speculative.num_speculative_tokens", "num_speculative_tokens", k, "server_info"))
         return found
 
     def requested_settings(self, plan: LaunchPlan) -> dict[str, str]:

@@ -6,9 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasks.config import Workload, WorkloadKind
-from tasks.errors import InputError
-from tasks.load.prompts import RenderedPrompt
+from tasks.config import Campaign, Workload, WorkloadKind
+from tasks.errors import ConfigError, InputError
+from tasks.load.prompts import RenderedPrompt, check_disjoint, read_prompts, render
 from tasks.store.keys import content_key
 
 
@@ -34,6 +34,28 @@ class Point:
         return f"c{self.concurrency}-r{self.repeat}"
 
 
+def heldout_prompts(workload: Workload, campaign: Campaign) -> list[RenderedPrompt]:
+    """Rendered held-out prompts of a load, none for random ids.
+
+    Raises InputError for unusable files or a prompt that is also trained on, ConfigError if a prompt and
+    its answer do not fit into the model's length.
+    """
+    target, chosen, prompts = campaign.target, campaign.prompts, list[RenderedPrompt]()
+    if workload.kind is WorkloadKind.prompts:
+        heldout = read_prompts(chosen.heldout_file, chosen.heldout_samples)
+        check_disjoint(read_prompts(chosen.train_file, chosen.train_samples), heldout)
+        prompts = render(
+            heldout, target.model, chosen.max_prompt_tokens, trust_remote_code=target.trust_remote_code
+        )
+    longest = max((len(p.token_ids) for p in prompts), default=workload.input_tokens)
+    if longest + workload.output_tokens > target.max_model_len:
+        raise ConfigError(
+            f"workloads.{workload.name}.output_tokens: {longest} prompt tokens and {workload.output_tokens} more "
+            f"exceed target.max_model_len {target.max_model_len}"
+        )
+    return prompts
+
+
 def points(workload: Workload) -> list[Point]:
     """All measurements; repeats alternate over the concurrencies so that drift does not favour one of them."""
     return [Point(c, repeat) for repeat in range(workload.repeats) for c in workload.concurrencies]
@@ -55,11 +77,14 @@ def blocks(
     return list(by_category.values())
 
 
-def warmup(workload: Workload, point: Point, vocab_size: int, seed: str, input_tokens: int) -> list[Planned]:
+def warmup(
+    workload: Workload, point: Point, prompts: Sequence[RenderedPrompt], vocab_size: int, seed: str
+) -> list[Planned]:
     """Requests before a measurement: random ids of the load's length, so that they warm no prompt's cache entry."""
+    input_tokens = max((len(p.token_ids) for p in prompts), default=workload.input_tokens)
     random_ids = random.Random(content_key("warmup", seed, workload.name, point.name))
-    prompts = [_random_prompt(random_ids, vocab_size, input_tokens) for _ in range(workload.warmup_requests)]
-    return [Planned(f"{workload.name}-{point.name}-warmup-{i}", "", None, ids) for i, ids in enumerate(prompts)]
+    contents = [_random_prompt(random_ids, vocab_size, input_tokens) for _ in range(workload.warmup_requests)]
+    return [Planned(f"{workload.name}-{point.name}-warmup-{i}", "", None, ids) for i, ids in enumerate(contents)]
 
 
 def _contents(
