@@ -158,6 +158,8 @@ def sort_files(
             else:
                 rows.append(_refused(segment))
     stopping = {identity.pid for identity in picture.ours}
+    # Root could hold anything in spite of a file's mode, but system services map no segment of an engine.
+    of_root = {p.pid for p in picture.everybody if p.uid == 0}
     uids = {host.uid} | (take_over.uids if take_over else frozenset())
     held, unreadable = host.holders(set(candidates), [p.pid for p in picture.everybody]) if candidates else ({}, set())
     going: dict[FileId, tuple[str, int]] = {}
@@ -171,8 +173,7 @@ def sort_files(
         elif others:
             names = ", ".join(f"pid {pid}" for pid in others)
             rows.append(Row(kind, file.path, proof, "kept", host.size_of(file), f"held by {names}"))
-        elif known and known.mode & 0o066 and unreadable - stopping:
-            hidden = len(unreadable - stopping)
+        elif known and known.mode & 0o066 and (hidden := len(unreadable - stopping - of_root)):
             detail = f"mode {known.mode:04o} and {hidden} processes cannot be read: one may hold it"
             rows.append(Row(kind, file.path, proof, "refused", known.size, detail))
         elif (size := host.size_of(file)) is not None:

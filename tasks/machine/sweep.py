@@ -13,6 +13,8 @@ from tasks.machine.shm import FileId
 
 GPU_SETTLE_S = 15.0  # the driver frees memory and forgets load a little after the process is gone
 
+ENDING_WAIT_S = 12.0  # beyond the grace time, for a supervisor whose flow is gone
+
 
 @dataclass
 class Swept:
@@ -56,7 +58,7 @@ def sweep(
 def _wait_for_ending(host: Host, picture: Picture, grace_s: float, take_over: TakeOver | None) -> Picture:
     """Let supervisors whose flow is gone finish; one that does not is hung, and its server is stopped from here."""
     waited = 0.0
-    while picture.ending and waited < grace_s + 12:
+    while picture.ending and waited < grace_s + ENDING_WAIT_S:
         host.sleep(0.25)
         waited += 0.25
         picture = look(host, take_over)

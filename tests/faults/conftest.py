@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from faults_kit import FakeEngine, campaign_with
+from faults_kit import Doomed, FakeEngine, campaign_with
 
 import tasks.serve
 from tasks.config import Arm, Campaign
@@ -41,15 +42,17 @@ def arm(campaign: Campaign) -> Arm:
 
 
 @pytest.fixture
-def doomed() -> Iterator[list[int]]:
-    """Pids that the test started and that must not outlive it."""
-    pids: list[int] = []
-    yield pids
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
+def doomed() -> Iterator[list[Doomed]]:
+    """Processes that the test started and that must not outlive it."""
+    started: list[Doomed] = []
+    yield started
+    for process in started:
+        if isinstance(process, subprocess.Popen):
+            process.kill()
+            process.communicate()
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture

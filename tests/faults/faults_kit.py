@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,9 @@ class FakeEngine(Engine):
 
     def layer_ids(self, model_class: str, num_layers: int, points: tuple[int, ...]) -> list[int]:
         return list(points)
+
+
+Doomed = int | subprocess.Popen[bytes] | subprocess.Popen[str]
 
 
 def campaign_with(tmp_path: Path, **machine: Any) -> Campaign:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from faults_kit import FakeEngine, campaign_with, is_gone, marked, wait_until
+from faults_kit import Doomed, FakeEngine, campaign_with, is_gone, marked, wait_until
 
 from tasks.config import Arm, Campaign
 from tasks.engines.base import Observed
@@ -129,9 +129,9 @@ def test_a_missing_environment_says_how_to_make_it(
     fake_engine: FakeEngine, tmp_path: Path, arm: Arm, store: Store
 ) -> None:
     campaign = campaign_with(tmp_path, environments=[{"name": "stub-cpu", "python": str(tmp_path / "no/python")}])
-    with serving(campaign, arm, store, before_start=nothing) as server:
-        with pytest.raises(LaunchFailed, match="make engines"):
-            server.url()
+    to_be_made = pytest.raises(LaunchFailed, match="make engines")
+    with serving(campaign, arm, store, before_start=nothing) as server, to_be_made:
+        server.url()
 
 
 def test_a_setting_that_did_not_take_effect_stops_a_strict_campaign_before_anybody_gets_the_address(
@@ -175,7 +175,7 @@ import sys, time
 from pathlib import Path
 import tasks.serve
 sys.path.insert(0, {root!r})
-from faults_kit import FakeEngine, campaign_with
+from faults_kit import Doomed, FakeEngine, campaign_with
 from tasks.serve import serving
 from tasks.store.tables import Store
 engine = FakeEngine()
@@ -200,10 +200,10 @@ def start_flow(tmp_path: Path, segment: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_killing_the_flow_stops_its_server_and_double_forked_children(
-    tmp_path: Path, state_home: Path, segment_name: str, doomed: list[int], number: signal.Signals
+    tmp_path: Path, state_home: Path, segment_name: str, doomed: list[Doomed], number: signal.Signals
 ) -> None:
     flow = start_flow(tmp_path, segment_name)
-    doomed.append(flow.pid)
+    doomed.append(flow)
     lease = read_leases(state_home)[0].lease
     assert lease is not None
     assert len(marked(lease.lease_id)) >= 4
