@@ -115,6 +115,12 @@ def top2_margin(
     return float(best - second)
 
 
+def token_errors(states_TPD: Tensor, expected_TPD: Tensor) -> Tensor:
+    """Relative error |a - b| / |b| of each token at each point: [tokens, points], in fp32."""
+    difference = (states_TPD.float() - expected_TPD.float()).norm(dim=-1)
+    return difference / expected_TPD.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
 def num_layers(model_dir: Path | str) -> int:
     """N: decoder layers of the (text part of the) target."""
     return int(text_config(model_dir).num_hidden_layers)

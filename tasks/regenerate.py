@@ -17,10 +17,10 @@ import torch
 
 from tasks import reference
 from tasks.config import Campaign
+from tasks.engines.ask import ask
 from tasks.engines.base import Engine, RunningServer
 from tasks.engines.registry import engine
 from tasks.errors import ConfigError, EngineError, InputError, OffPolicy, SettingsMismatch
-from tasks.load.ask import ask
 from tasks.load.prompts import RenderedPrompt, read_prompts, render
 from tasks.store.keys import content_key, sample_key, template_fingerprint, weights_fingerprint
 from tasks.store.parts import PartWriter, set_aside

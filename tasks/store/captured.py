@@ -1,44 +1,117 @@
-"""Hidden states as later stages read them: by a reference, one sample in memory at a time."""
+"""Pools of captured hidden states, as the orchestrator sees them.
+
+    <pool>/<environment>/shard-*.parquet, acks-*.jsonl   written inside the engine's process (states.py)
+    <pool>/<environment>/checked.jsonl                   samples that were read back and are right
+    <pool>/<environment>/probe.json                      fingerprint of that environment's states
+
+An acknowledged sample is on disk, a checked one is also what was asked for; only checked ones are used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import torch
 
 from tasks.errors import ArtifactDamaged
 from tasks.store.refs import StatesRef
-from tasks.store.states import Sample, read_sample
-from tasks.store.tables import Store
+from tasks.store.states import NAMES, Sample, read_sample
+from tasks.store.tables import Store, safe_name
+
+log = logging.getLogger(__name__)
+Row = dict[str, Any]
 
 
-def states_index(store: Store, states: StatesRef) -> list[dict[str, Any]]:
-    """Index rows in prompt order: sample_key, state_key, shard, row_group, tokens, points, dtype, ...
-
-    `shard` is relative to the store's root.
-    """
-    store.require(states.kind, states.key)
-    rows: list[dict[str, Any]] = pq.read_table(store.artifact(states.kind, states.key) / "index.parquet").to_pylist()
-    return rows
+def states_index(store: Store, states: StatesRef) -> tuple[Path, list[Row]]:
+    """Pool folder, and index rows in prompt order: sample_key, state_key, shard (below the pool), row_group, ..."""
+    manifest = store.require(states.kind, states.key)
+    rows: list[Row] = pq.read_table(store.artifact(states.kind, states.key) / "index.parquet").to_pylist()
+    return store.pool("states", manifest["pool"]), rows
 
 
-def read_states(store: Store, row: dict[str, Any]) -> Sample:
+def read_states(pool: Path, row: Row) -> Sample:
     """Token ids and states [tokens, points, width] of one index row, under the response's sample key.
 
-    `points` are those of the row, sorted; the last is N, before the final norm. Raises ArtifactDamaged
-    if the shard is gone, broken or holds another token count.
+    `points` are sorted; the last is N, before the final norm. Raises ArtifactDamaged if the shard is gone,
+    broken or not the one that the index means.
     """
     try:
-        sample = read_sample(store.root, row["shard"], row["row_group"])
-    except (OSError, ValueError, IndexError) as error:
-        raise ArtifactDamaged(f"{row['shard']}: {error}; rerun to extract these states again") from error
+        sample = read_sample(pool, row["shard"], row["row_group"])
+    except Exception as error:  # arrow raises a dozen kinds for a broken file
+        raise ArtifactDamaged(f"{pool / row['shard']}: {error}; rerun to extract these states again") from error
     if len(sample.token_ids) != row["tokens"] or sample.points != list(row["points"]):
-        raise ArtifactDamaged(f"{row['shard']} row group {row['row_group']}: not the sample that the index names")
+        raise ArtifactDamaged(f"{pool / row['shard']} row group {row['row_group']}: not what the index says")
     return Sample(row["sample_key"], sample.token_ids, sample.states, sample.points)
 
 
 def captured(store: Store, states: StatesRef) -> Iterator[Sample]:
-    """All samples in prompt order."""
-    for row in states_index(store, states):
-        yield read_states(store, row)
+    """All samples in prompt order, one in memory at a time."""
+    pool, rows = states_index(store, states)
+    for row in rows:
+        yield read_states(pool, row)
+
+
+def why_wrong(folder: Path, ack: Row, token_ids: Sequence[int], points: Sequence[int], dtype: str) -> str:
+    """Why an acknowledged sample is not what was asked for; empty if it is. Nothing is ever padded or cut."""
+    try:
+        sample = read_sample(folder, safe_name(ack["shard"]), ack["row_group"])
+    except Exception as error:  # arrow raises a dozen kinds for a broken file
+        return f"cannot be read back: {error}"
+    states = sample.states
+    if states.shape[0] != len(token_ids) or len(sample.token_ids) != len(token_ids):
+        return f"{states.shape[0]} rows for {len(token_ids)} tokens (prefix cache, or only the last chunk?)"
+    if sample.token_ids != list(token_ids):
+        return "token ids are not those that were sent"
+    if sample.points != list(points):
+        return f"points {sample.points}, asked for {list(points)}"
+    if NAMES[states.dtype] != dtype:
+        return f"dtype {NAMES[states.dtype]}, asked for {dtype}"
+    if not torch.isfinite(states).all():
+        return "states that are not finite"
+    if (empty := int((states == 0).all(dim=-1).any(dim=-1).sum())) > 0:
+        return f"{empty} of {len(token_ids)} tokens have all-zero states"
+    return ""
+
+
+def record_checked(folder: Path, acks: Iterable[Row], made_by: str) -> None:
+    """Append samples that were found right; on disk when this returns."""
+    lines = "".join(json.dumps({**ack, "made_by": made_by}) + "\n" for ack in acks)
+    if lines:
+        with (folder / "checked.jsonl").open("a") as stream:
+            stream.write(lines)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def find_checked(pool: Path, state_keys: set[str]) -> dict[str, Row]:
+    """State key -> its checked sample, of whichever environment; only from shards that are whole on disk."""
+    found: dict[str, Row] = {}
+    row_groups: dict[str, int] = {}
+    for file in sorted(pool.glob("*/checked.jsonl")):
+        for line in file.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+                shard = f"{file.parent.name}/{safe_name(entry['shard'])}"
+            except ValueError:
+                continue  # the torn last line of a killed run: checked again
+            if entry["sample_key"] not in state_keys:
+                continue
+            if shard not in row_groups:
+                row_groups[shard] = _row_groups(pool / shard)
+            if entry["row_group"] < row_groups[shard]:
+                found[entry["sample_key"]] = {**entry, "shard": shard}
+    return found
+
+
+def _row_groups(shard: Path) -> int:
+    try:
+        return int(pq.ParquetFile(shard).metadata.num_row_groups)
+    except Exception as error:  # arrow raises a dozen kinds for a broken file
+        log.warning("%s: gone or broken, its states are extracted again (%s)", shard, error)
+        return 0

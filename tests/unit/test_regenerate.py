@@ -11,8 +11,8 @@ import pytest
 from fake_engine import FakeEngine, FakeServer, campaign_of, serving
 
 from tasks import reference
+from tasks.engines import ask as asking
 from tasks.errors import ConfigError, EngineError, InputError, OffPolicy, ServerLost, SettingsMismatch
-from tasks.load import ask as asking
 from tasks.regenerate import regenerate
 from tasks.store.refs import ResponsesRef
 from tasks.store.tables import Store

@@ -1,0 +1,43 @@
+"""What may change the numbers of an engine, as one key: a new key asks for a new look at its states."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+
+from tasks.config import Arm, Campaign
+from tasks.engines.base import Engine
+from tasks.errors import NotSupported
+from tasks.store.keys import content_key, folder_fingerprint
+
+_PACKAGES = """
+import importlib.metadata as metadata, json, sys
+found = {d.metadata["Name"] or "": d.version for d in metadata.distributions()}
+print(json.dumps([sys.version, sorted(found.items())]))
+"""
+_TASKS = Path(__file__).resolve().parents[1]
+
+
+def environment_key(campaign: Campaign, arm: Arm, adapter: Engine) -> str:
+    """Key of the installed packages, our own engine code, the arm's tuning and its variables.
+
+    Starts no server. Raises NotSupported if the environment's interpreter does not run.
+    """
+    environment = campaign.machine.environment_of(arm)
+    code = folder_fingerprint(_TASKS, ["engines/*.py", "engines/inside/*.py", "store/states.py"])
+    return content_key(
+        "environment", arm.engine, adapter.versions(environment.python), _packages(environment.python), code,
+        arm.tuning.model_dump(mode="json"), arm.fault, campaign.machine.device,
+        [[v.name, v.value] for v in environment.variables],
+    )
+
+
+@lru_cache(maxsize=16)
+def _packages(python: str) -> str:
+    try:
+        done = subprocess.run([python, "-I", "-c", _PACKAGES], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NotSupported(f"{python}: this engine environment does not work ({error}); run make engines") from error
+    return content_key(json.loads(done.stdout))
