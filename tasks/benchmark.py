@@ -44,9 +44,7 @@ def benchmark(
     manifest = store.manifest("benchmark", key)
     if manifest is None:
         manifest = _measure_all(server, workload, campaign, store, key, baseline, drafter, progress)
-    return BenchmarkRef(
-        key=key, arm=server.arm.name, workload=workload.name, accept_length=manifest["accept_length"]
-    )
+    return BenchmarkRef(key=key, arm=server.arm.name, workload=workload.name, accept_length=manifest["accept_length"])
 
 
 def _measure_all(

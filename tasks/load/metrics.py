@@ -73,7 +73,7 @@ def steady_span(records: Sequence[Record]) -> tuple[float, float] | None:
     ok = _ok(records)
     if not ok:
         return None
-    moves = sorted([(r.sent, 1) for r in records] + [(r.ended, -1) for r in records], key=lambda m: (m[0], -m[1]))
+    moves = sorted([(r.sent, 1) for r in records] + [(r.ended, -1) for r in records])  # an end before a send
     in_flight, most, opens, closes = 0, 0, 0.0, 0.0
     for at, move in moves:
         if move < 0 and in_flight == most:

@@ -94,6 +94,8 @@ async def _record(
                     group.create_task(slot())
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
+            if not recording.lags_s:  # over before the first sample: wait for it
+                await asyncio.sleep(2 * LAG_PERIOD_S)
         finally:
             for watcher in watchers:
                 watcher.cancel()
