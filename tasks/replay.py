@@ -42,6 +42,7 @@ def replay(
     if manifest := store.manifest("replay", key):
         rows = pq.read_table(store.artifact("replay", key) / "replay.parquet").to_pylist()
         rows = [row | {"reused_from": manifest["made_by"]} for row in rows]
+        store.count("replay", reused=len(requests))
     else:
         folder = store.artifact("drafter", drafter.key) / "serve" / arm.engine
         rows = []
@@ -51,6 +52,7 @@ def replay(
             rows += [labels | row for row in _rows(walks, requests, k)]
         with store.new_artifact("replay", key, {"drafter": drafter.key, "requests": len(requests)}) as place:
             write_parquet(rows_to_table("replay", rows), place / "replay.parquet")
+        store.count("replay", executed=len(requests))
     store.write("replay", rows, part)
     whole = next(r for r in rows if r["auxiliary"] == TRUE and r["category"] is None and r["position"] is None)
     least = campaign.thresholds.min_accept_length
@@ -66,17 +68,17 @@ def replay_requests(
     folder: Path, target: Path, requests: Sequence[dict[str, Any]], points: Sequence[int], k: int,
     auxiliary: str = TRUE, progress: Callable[[int, int], None] | None = None,
 ) -> list[Walk]:
-    """Serve `requests` (prompt_ids, output_ids) with the drafter in `folder`; one Walk each, ends settled."""
+    """Serve `requests` (prompt_token_ids, output_token_ids) with the drafter in `folder`; one Walk each, ends settled."""
     model, target_ids, own_embeddings = load_drafter(folder, target)
     head = read_target_head(target, torch.float32, torch.device("cpu"))
     embeddings = head.embeddings_VD if own_embeddings is None else own_embeddings
-    texts = [[*request["prompt_ids"], *request["output_ids"]] for request in requests]
+    texts = [[*request["prompt_token_ids"], *request["output_token_ids"]] for request in requests]
     states = layer_states(target, texts, points)
     walks = []
     for number, (text, states_TPD) in enumerate(zip(texts, states, strict=True)):
         auxiliary_TA = states_TPD.flatten(1) if auxiliary == TRUE else torch.zeros_like(states_TPD.flatten(1))
         drafts = drafts_at_every_start(model, target_ids, embeddings, text, auxiliary_TA, k)
-        walks.append(walk(drafts, text, len(requests[number]["prompt_ids"])))
+        walks.append(walk(drafts, text, len(requests[number]["prompt_token_ids"])))
         if progress is not None:
             progress(number + 1, len(texts))
     _settle_ends(target, texts, walks)
@@ -98,10 +100,10 @@ def _settle_ends(target: Path, texts: Sequence[list[int]], walks: Sequence[Walk]
 
 def _requests(baseline: BenchmarkRef, store: Store) -> list[dict[str, Any]]:
     store.require("benchmark", baseline.key)
-    columns = ["prompt_key", "category", "prompt_ids", "output_ids"]
+    columns = ["prompt_key", "category", "prompt_token_ids", "output_token_ids"]
     rows = pq.read_table(store.artifact("benchmark", baseline.key) / "outputs.parquet", columns=columns).to_pylist()
     first = {row["prompt_key"]: row for row in reversed(rows)}
-    found = [first[name] for name in sorted(first, key=str) if len(first[name]["output_ids"]) > 1]
+    found = [first[name] for name in sorted(first, key=str) if len(first[name]["output_token_ids"]) > 1]
     if not found:
         raise InputError(f"benchmark {baseline.key}: no output of two tokens or more to replay")
     return found

@@ -47,6 +47,7 @@ def train(
     if manifest := store.manifest("drafter", key):
         rows = pq.read_table(store.artifact("drafter", key) / "training.parquet").to_pylist()
         store.write("training", [row | {"reused_from": manifest["made_by"]} for row in rows], part)
+        store.count("train", reused=len(rows))
         return ref
 
     samples, pool = _read_samples(states, responses, store)
@@ -64,6 +65,7 @@ def train(
     drafter = start_drafter(shape, head, vocabulary, config.seed)
     trainer = Trainer(drafter, head, vocabulary, data, config, store.pool("training", key), device)
     rows = _rows(config.name, trainer.fit(progress))
+    store.count("train", executed=trainer.total - trainer.resumed_at, reused=trainer.resumed_at)
     facts = {
         "states": states.key, "responses": responses.key, "alignment": alignment.key, "points": list(config.points),
         "layer_ids": layer_ids, "vocabulary_key": vocabulary.key, "vocabulary_coverage": vocabulary.coverage,

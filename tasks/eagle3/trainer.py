@@ -50,7 +50,7 @@ def learning_rate(step: int, total: int, config: DrafterConfig) -> float:
     """Rate of step 1..total: linear warm-up, then a cosine down to FLOOR of the peak."""
     warmup = min(config.warmup_steps, total - 1)
     if step <= warmup:
-        return config.learning_rate * step / warmup
+        return config.learning_rate * (step / warmup)
     share = (step - warmup) / max(1, total - warmup)
     return config.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * share)))
 
@@ -81,6 +81,7 @@ class Trainer:
         )
         self.order_state = torch.Generator().manual_seed(config.seed).get_state()  # before the epoch's shuffle
         self.history: list[Progress] = []
+        self.resumed_at = 0
 
     def fit(self, on_step: Callable[[int, int], None] | None = None) -> list[Progress]:
         """Train to the end; returns every step, those before a resume included."""
@@ -172,6 +173,6 @@ class Trainer:
             self.drafter.load_state_dict(weights)
             self.optimizer.load_state_dict(optimizer)
             torch.set_rng_state(torch_random)
-            self.history, self.order_state = history, order_state
+            self.history, self.order_state, self.resumed_at = history, order_state, len(history)
             log.info("training continues after step %d of %d", len(history), self.total)
             return
