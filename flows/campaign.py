@@ -8,27 +8,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from prefect import flow
 from prefect.runtime import flow_run
+
+from flows.artifacts import publish_results
+from flows.form import chosen_campaign, run_name
+from flows.lock import only_campaign_on_host
+from flows.runs import Run, recorded
 from tasks.align import align
 from tasks.benchmark import benchmark
 from tasks.clean import clean
+from tasks.config import Arm, Campaign, EngineName, Role
 from tasks.extract import extract
 from tasks.regenerate import regenerate
 from tasks.replay import replay
-from tasks.train import train
-
-from flows.runs import Run, recorded
-from tasks.config import Arm, Campaign, EngineName, Role
 from tasks.report import write_report
 from tasks.serve import Server, serving
 from tasks.store.refs import BenchmarkRef, DrafterRef, ResponsesRef
 from tasks.store.tables import Store
+from tasks.train import train
 
 
 def run_id_of(config: Campaign) -> str:
@@ -36,17 +39,25 @@ def run_id_of(config: Campaign) -> str:
     return f"{config.name}-{str(flow_run.id).replace('-', '')[-12:]}"
 
 
-@flow(name="campaign", flow_run_name="{config.target.name} {config.name}", persist_result=False)
-def campaign(config: Campaign, store: str = "store") -> str:
+def name_of_run() -> str:
+    """Target, arms and date, as Prefect's lists show a run."""
+    return run_name(flow_run.parameters, f"{flow_run.scheduled_start_time:%Y-%m-%d %H:%M}")
+
+
+@flow(name="campaign", flow_run_name=name_of_run, persist_result=True, validate_parameters=False)
+def campaign(config: Campaign | str, store: str = "store", overrides: Sequence[str] = ()) -> str:
     """Run one campaign and return its run id; its numbers are in the store's tables.
 
     A retry continues at the unfinished stage, sample, measurement or training step.
     """
-    with recorded(config, Store(Path(store), run_id_of(config))) as run:
+    config = chosen_campaign(config, overrides)
+    run_id = run_id_of(config)
+    with only_campaign_on_host(config, run_id), recorded(config, Store(Path(store), run_id)) as run:
         baselines, responses = measure_base_arms(run)
         drafters = train_drafters(run, responses)
         measure_speculation(run, baselines, drafters)
         run.step("report", "", partial(write_report, store=run.store))
+        publish_results(run.store)
     return run.store.run_id
 
 
@@ -110,6 +121,7 @@ def server_of(
     drafter_dir = run.store.artifact("drafter", drafter.key) / "serve" / arm.engine if drafter else None
     tidy = partial(run.step, "clean", arm.name, partial(clean, run.config, arm.name, run.store))
     with serving(
-        run.config, arm, run.store, before_start=tidy, capture_dir=capture_dir, drafter_dir=drafter_dir
-    ) as server:
+        run.config, arm, run.store, before_start=tidy, capture_dir=capture_dir, drafter_dir=drafter_dir,
+        progress=run.progress.loading(arm.name),
+    ) as server, run.logs_of(server):
         yield server

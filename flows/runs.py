@@ -10,6 +10,7 @@ import platform
 import re
 import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -18,16 +19,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from prefect import task
+from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
 
+from flows.enginelog import EngineLog, HasLog
 from flows.progress import ProgressBars
 from tasks.config import Campaign
 from tasks.store.tables import Store
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+COUNTED = ("loads", "requests", "executed", "reused")  # what stages tell the store; null where a stage tells nothing
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
 
@@ -38,6 +41,7 @@ class Run:
         self.config = config
         self.store = store
         self.progress = ProgressBars()
+        self._engine_logs: list[EngineLog] = []
 
     def step(self, stage: str, subject: str, function: Callable[..., T], **references: Any) -> T:
         """Run one stage as a Prefect task `<stage> <subject>`; its references are passed by keyword.
@@ -46,19 +50,41 @@ class Run:
         caches nothing: a stage knows its own finished work by content key and checks it on disk,
         which a cached Prefect result does not.
         """
+        name = f"{stage} {subject}".strip()
         shows_progress = "progress" in inspect.signature(function).parameters
 
         def run_stage(**given: Any) -> T:
-            with self.timed(stage, subject), self.progress.bar(f"{stage} {subject}".strip()) as report:
+            with self.engine_logs_passed_on(), self.timed(stage, subject), self.progress.bar(name) as report:
                 return function(**given, **({"progress": report} if shows_progress else {}))
 
-        named = task(name=stage, task_run_name=f"{stage} {subject}".strip(), cache_policy=NO_CACHE)
-        return named(run_stage)(**references)
+        named = task(name=stage, task_run_name=name, cache_policy=NO_CACHE)
+        result: T = named(run_stage)(**references)
+        return result
+
+    @contextmanager
+    def logs_of(self, server: HasLog) -> Iterator[None]:
+        """While the block runs, what this server logs stands in the log of the task at work."""
+        log = EngineLog(server)
+        self._engine_logs.append(log)
+        try:
+            yield
+        finally:
+            self._engine_logs.remove(log)
+
+    @contextmanager
+    def engine_logs_passed_on(self) -> Iterator[None]:
+        """Give the task's log what the servers logged meanwhile; a run from a shell has the files at hand."""
+        try:
+            yield
+        finally:
+            for log in self._engine_logs if os.environ.get("PREFECT_API_URL") else ():
+                log.pass_on(get_run_logger())
 
     @contextmanager
     def timed(self, stage: str, subject: str) -> Iterator[None]:
         """Write the `stages` row of one stage, also when it fails."""
         started, clock, cpu = datetime.now(UTC), time.monotonic(), _cpu_seconds()
+        before = Counter(self.store.counts.get(stage, {}))
         detail = None
         try:
             yield
@@ -66,28 +92,13 @@ class Run:
             detail = f"{type(error).__name__}: {error}"[:2000]
             raise
         finally:
+            counts = self.store.counts.get(stage)
+            done = {name: counts[name] - before[name] if counts is not None else None for name in COUNTED}
             row = {
                 "stage": stage, "arm": subject or None, "started_at": started, "finished_at": datetime.now(UTC),
-                "wall_s": time.monotonic() - clock, "cpu_s": _cpu_seconds() - cpu, "detail": detail,
-                **count_work(self.store, stage, subject),
+                "wall_s": time.monotonic() - clock, "cpu_s": _cpu_seconds() - cpu, "detail": detail, **done,
             }
             self.store.write("stages", [row], f"{stage}-{subject or 'all'}")
-
-
-def count_work(store: Store, stage: str, subject: str) -> dict[str, int | None]:
-    """Loads, requests, and executed and reused items of a stage, counted in this run's own tables."""
-    table = {"regenerate": "responses", "extract": "states_index", "train": "training", "align": "alignment",
-             "replay": "replay"}.get(stage)
-    if table is not None:
-        origins = store.read(table, store.run_id, ["reused_from"]).column("reused_from").to_pylist()
-        executed = sum(origin is None for origin in origins)
-        requests = executed if stage in ("regenerate", "extract") else None
-        return {"requests": requests, "executed": executed, "reused": len(origins) - executed, "loads": None}
-    if stage == "benchmark":
-        rows = store.read("requests", store.run_id, ["arm", "workload"]).to_pylist()
-        mine = sum(f"{row['arm']} {row['workload']}" == subject for row in rows)
-        return {"requests": mine, "executed": mine, "reused": 0, "loads": None}
-    return {"requests": None, "executed": None, "reused": None, "loads": 1 if stage == "serve" else None}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from copy import deepcopy
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -403,8 +404,12 @@ def load_campaign(path: Path, overrides: list[str] | None = None) -> Campaign:
     return parse_campaign(data)
 
 
-def parse_campaign(data: dict[str, Any]) -> Campaign:
-    """Campaign from plain data; raises ConfigError that names every wrong field."""
+def parse_campaign(data: dict[str, Any], overrides: list[str] | None = None) -> Campaign:
+    """Campaign from plain data, with `a.b=c` overrides; raises ConfigError that names every wrong field."""
+    if overrides:
+        data = deepcopy(data)
+        for override in overrides:
+            _apply(data, override)
     try:
         return Campaign.model_validate(data)
     except ValidationError as error:
