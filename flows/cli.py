@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from tasks.config import Campaign, load_campaign
-from tasks.errors import ConfigError, DrafthouseError, InputError
+from tasks.errors import ConfigError, DrafthouseError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 out = Console()
@@ -98,7 +98,7 @@ def show_run(store: Path, run_id: str, as_json: bool, took: str = "") -> None:
 def report(run_id: RunId = "last", store: StoreDir = DEFAULT_STORE, as_json: AsJson = False) -> None:
     """Write report.html of a run again and print its table."""
     from tasks.report import write_report
-    from tasks.store.tables import Store
+    from tasks.store.tables import Store, find_run
 
     found = find_run(store, run_id)
     write_report(store=Store(store, found))
@@ -111,7 +111,7 @@ def compare(a: RunId, b: RunId, store: StoreDir = DEFAULT_STORE, as_json: AsJson
     """Two runs side by side; numbers that must not be compared are not."""
     from flows.terminal import print_comparison
     from tasks.report import comparison
-    from tasks.store.tables import Store
+    from tasks.store.tables import Store, find_run
 
     rows = comparison(Store(store, find_run(store, a)), Store(store, find_run(store, b)))
     if as_json:
@@ -120,19 +120,39 @@ def compare(a: RunId, b: RunId, store: StoreDir = DEFAULT_STORE, as_json: AsJson
         print_comparison(out, rows, a, b)
 
 
-def find_run(store: Path, run_id: str) -> str:
-    """A run id of the store, also by a unique beginning, or the newest for `last`."""
-    from tasks.store.tables import Store
+@app.command()
+@one_line_errors
+def nightly(
+    config: ConfigFile, overrides: Overrides = None, store: StoreDir = DEFAULT_STORE, as_json: AsJson = False,
+    window: Annotated[int, typer.Option(help="Earlier runs whose median is the expectation.")] = 7,
+    tolerance_pct: Annotated[float, typer.Option(help="Worse by more than this is a regression, in percent.")] = 10.0,
+) -> None:
+    """Run a campaign and compare it with its last runs; exits 1 only for a regression measured twice."""
+    parsed = load_campaign(config, overrides)
+    prepare_prefect()
+    from flows.nightly import nightly as measure_and_judge
 
-    rows = Store(store, "reader").read("runs", columns=["run_id", "started_at"]).to_pylist()
-    known = [row["run_id"] for row in sorted(rows, key=lambda row: row["started_at"])]
-    matches = known[-1:] if run_id == "last" else [k for k in known if k == run_id] or [
-        k for k in known if k.startswith(run_id)
-    ]
-    if len(matches) == 1:
-        return str(matches[0])
-    where = f"{store} has {', '.join(known[-5:]) or 'no runs'}"
-    raise InputError(f"run {run_id}: {'several match' if matches else 'not found'}; {where}")
+    run_id = measure_and_judge(parsed, str(store.resolve()), window=window, tolerance_pct=tolerance_pct)
+    show_run(store, run_id, as_json)
+
+
+@app.command()
+@one_line_errors
+def deploy(
+    store: StoreDir = DEFAULT_STORE, as_json: AsJson = False,
+    webhook: Annotated[str | None, typer.Option(help="URL that gets a POST for every confirmed regression.")] = None,
+    retry_crashed: Annotated[bool, typer.Option("--retry-crashed", help="Retry crashed runs by themselves.")] = False,
+) -> None:
+    """Create or update deployments, forms and automations on the Prefect server (PREFECT_API_URL)."""
+    from flows.deploy import deploy as create
+
+    names = create(store, webhook=webhook, retry_crashed=retry_crashed)
+    if as_json:
+        sys.stdout.write(json.dumps({"deployments": names}) + "\n")
+        return
+    for name in names:
+        out.print(f"deployed {name}", highlight=False)
+    out.print("start a worker on every GPU host: prefect worker start --pool gpu-hosts", highlight=False)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from uuid import UUID
@@ -31,7 +31,7 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 from prefect.variables import Variable
 
-from tasks.config import Campaign, Device
+from tasks.config import Campaign, Device, EngineName
 from tasks.errors import MachineError
 from tasks.machine.leases import HostLock, state_dir
 from tasks.machine.processes import Identity, alive, boot_id, identity_of
@@ -49,18 +49,23 @@ def host_name() -> str:
 
 @contextmanager
 def only_campaign_on_host(campaign: Campaign, run_id: str) -> Iterator[None]:
-    """Hold both locks of this host; waits visibly (state `WaitingForGpu`, message, log) until it gets them."""
-    waiting = _Waiting()
-    with ExitStack() as held:
-        _take_limit(held, f"gpu:{host_name()}", run_id, waiting)
-        _take_flock(held, _lock_keys(campaign), run_id, waiting)
-        waiting.over()
+    """Hold both locks of this host for a campaign."""
+    cuda = campaign.machine.device is Device.cuda
+    keys = [f"gpu-{index}" for index in campaign.machine.gpus] if cuda else ["cpu"]
+    only_stubs = all(arm.engine is EngineName.stub for arm in campaign.arms)
+    with locked_host(run_id, [] if only_stubs else keys):
         yield
 
 
-def _lock_keys(campaign: Campaign) -> list[str]:
-    cuda = campaign.machine.device is Device.cuda
-    return [f"gpu-{index}" for index in campaign.machine.gpus] if cuda else ["cpu"]
+@contextmanager
+def locked_host(run_id: str, keys: Sequence[str] = ()) -> Iterator[None]:
+    """Hold Prefect's limit and the flocks `keys`; waits visibly (state `WaitingForGpu`, message, log) for both."""
+    waiting = _Waiting()
+    with ExitStack() as held:
+        _take_limit(held, f"gpu:{host_name()}", run_id, waiting)
+        _take_flock(held, list(keys), run_id, waiting)
+        waiting.over()
+        yield
 
 
 class _Waiting:

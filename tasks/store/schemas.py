@@ -88,7 +88,7 @@ TABLES: Final[dict[str, pa.Schema]] = {
         first_difference=COUNT, top2_margin=REAL, verdict=TEXT,
     ),
     "verdicts": _schema(
-        metric=TEXT, arm=TEXT, workload=TEXT, baseline_runs=COUNT, expected=REAL, observed=REAL, change_pct=REAL,
-        p_value=REAL, verdict=TEXT, suspects_json=TEXT,
+        metric=TEXT, arm=TEXT, workload=TEXT, concurrency=COUNT, baseline_runs=COUNT, expected=REAL, observed=REAL,
+        change_pct=REAL, p_value=REAL, verdict=TEXT, suspects_json=TEXT,
     ),
 }

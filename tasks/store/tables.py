@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from tasks.errors import ArtifactDamaged, SchemaMismatch, StoreError
+from tasks.errors import ArtifactDamaged, InputError, SchemaMismatch, StoreError
 from tasks.store.keys import file_checksum
 from tasks.store.schemas import SCHEMA_VERSION, TABLES
 
@@ -175,6 +175,19 @@ class Store:
             if not path.is_file() or file_checksum(path) != checksum:
                 raise ArtifactDamaged(f"{path}: missing or changed since it was written; rerun the stage")
         return manifest
+
+
+def find_run(root: Path, run_id: str) -> str:
+    """A run id of the store, also by a unique beginning, or the newest for `last`."""
+    rows = Store(root, "reader").read("runs", columns=["run_id", "started_at"]).to_pylist()
+    known = [row["run_id"] for row in sorted(rows, key=lambda row: row["started_at"])]
+    matches = known[-1:] if run_id == "last" else [k for k in known if k == run_id] or [
+        k for k in known if k.startswith(run_id)
+    ]
+    if len(matches) == 1:
+        return str(matches[0])
+    where = f"{root} has {', '.join(known[-5:]) or 'no runs'}"
+    raise InputError(f"run {run_id}: {'several match' if matches else 'not found'}; {where}")
 
 
 def _check_version(file: Path) -> None:
