@@ -119,7 +119,10 @@ def server_of(
 ) -> Iterator[Server]:
     """A lazy server: it is cleaned for and started when an unfinished stage first asks for its address."""
     drafter_dir = run.store.artifact("drafter", drafter.key) / "serve" / arm.engine if drafter else None
-    tidy = partial(run.step, "clean", arm.name, partial(clean, run.config, arm.name, run.store))
+
+    def tidy() -> None:
+        run.step("clean", arm.name, partial(clean, run.config, arm.name, run.store))
+
     with serving(
         run.config, arm, run.store, before_start=tidy, capture_dir=capture_dir, drafter_dir=drafter_dir,
         progress=run.progress.loading(arm.name),

@@ -30,7 +30,7 @@ def deploy(store: Path, *, webhook: str | None = None, retry_crashed: bool = Fal
     """
     url = PREFECT_API_URL.value()
     if not url:
-        raise InputError("PREFECT_API_URL: not set; start `prefect server start` and set it to that server's /api address")
+        raise InputError("PREFECT_API_URL: not set; start `prefect server start` and set it to its /api address")
     wanted = yaml.safe_load(PREFECT_YAML.read_text())["deployments"]
     try:
         with get_client(sync_client=True) as client:
