@@ -98,7 +98,7 @@ class Run:
                 "stage": stage, "arm": subject or None, "started_at": started, "finished_at": datetime.now(UTC),
                 "wall_s": time.monotonic() - clock, "cpu_s": _cpu_seconds() - cpu, "detail": detail, **done,
             }
-            self.store.write("stages", [row], f"{stage}-{subject or 'all'}")
+            self.store.write("stages", [row], "-".join([stage, *subject.split()]))
 
 
 @contextmanager
