@@ -12,15 +12,6 @@ import pytest
 import requests
 import torch
 from transformers import LlamaForCausalLM
-
-from tasks.config import Role
-from tasks.engines.prometheus import scrape, total
-from tasks.engines.settings import mismatches, setting_rows
-from tasks.errors import CaptureLost
-from tasks.serve import Server, serving
-from tasks.store.states import read_acks
-from tasks.store.tables import Store
-from tests.conftest import environment_python
 from vllm_kit import (
     ENGINE,
     LAYERS,
@@ -33,6 +24,15 @@ from vllm_kit import (
     relative_error,
     wait_for_acks,
 )
+
+from tasks.config import Role
+from tasks.engines.prometheus import scrape, total
+from tasks.engines.settings import mismatches, setting_rows
+from tasks.errors import CaptureLost
+from tasks.serve import Server, serving
+from tasks.store.states import read_acks
+from tasks.store.tables import Store
+from tests.conftest import environment_python
 
 pytestmark = pytest.mark.engine
 CHUNK, POINTS = 64, (1, 2, 3, 4, 5, 6)

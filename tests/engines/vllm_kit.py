@@ -29,7 +29,8 @@ def make_target(folder: Path, *, constant: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t2").save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t0", eos_token="t1", pad_token="t2")
+    tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=128, num_hidden_layers=LAYERS,
         num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, bos_token_id=0,
@@ -67,7 +68,9 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def make_revealing_drafter(folder: Path, model: LlamaForCausalLM, token_ids: list[int], points: tuple[int, ...]) -> float:
+def make_revealing_drafter(
+    folder: Path, model: LlamaForCausalLM, token_ids: list[int], points: tuple[int, ...]
+) -> float:
     """A drafter that proposes CONSTANT only if it receives exactly `points`, in this order.
 
     Its attention and MLP are zero, so that its head sees a third of each fused state. A row of the head
