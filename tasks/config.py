@@ -94,11 +94,35 @@ class WorkloadKind(StrEnum):
     random = "random"
 
 
+class Interconnect(StrEnum):
+    auto = "auto"
+    single = "single"
+    nvlink = "nvlink"
+    pcie = "pcie"
+
+
 class Variable(Frozen):
     name: str = Field(pattern=r"^[A-Z_][A-Z0-9_]*$")
     """Name of the environment variable."""
     value: str
     """Its value, as text."""
+
+
+class TargetShape(Frozen):
+    """Facts of a model folder that is not on this machine, so that a dry run can render and estimate."""
+
+    num_layers: int = Field(ge=1)
+    """Decoder layers; hidden_states index N is after the last one."""
+    width: int = Field(ge=1)
+    """Width of the residual stream."""
+    vocab_size: int = Field(ge=2)
+    """Entries of the vocabulary."""
+    weights_gib: float = Field(gt=0)
+    """Size of the weights on disk, in GiB."""
+    mla: bool = False
+    """Multi-head latent attention (DeepSeek, Kimi)."""
+    model_class: str = "LlamaForCausalLM"
+    """Entry of `architectures` in its config.json."""
 
 
 class Target(Frozen):
@@ -112,6 +136,8 @@ class Target(Frozen):
     """Longest prompt plus answer, in tokens."""
     trust_remote_code: bool = False
     """Run Python code that ships in the model folder."""
+    shape: TargetShape | None = None
+    """Facts of the model for a dry run where its folder is not at hand; checked against the folder where it is."""
 
 
 class EngineEnvironment(Frozen):
@@ -128,6 +154,12 @@ class Machine(Frozen):
     """Where the engines run."""
     gpus: tuple[int, ...] = ()
     """GPU indices that the campaign may use; empty on a CPU."""
+    interconnect: Interconnect = Interconnect.auto
+    """How the GPUs reach each other; `auto` = read from this host. Declare it to render on a host without GPUs."""
+    compute_capability: str | None = Field(None, pattern=r"^\d+\.\d$")
+    """Compute capability of the GPUs, such as 12.0; empty = read from this host."""
+    gpu_memory_gib: float | None = Field(None, gt=0)
+    """Memory of one GPU in GiB, for estimates; empty = read from this host."""
     cpu_threads: int | None = Field(None, ge=1)
     """Threads per engine and trainer on a CPU; empty = all cores."""
     environments: tuple[EngineEnvironment, ...] = ()

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.config import Arm, Campaign, Device, EngineName
-from tasks.engines.base import Command, LaunchPlan
+from tasks.config import Arm, Campaign
+from tasks.engines.base import LaunchPlan
 from tasks.engines.ready import Readiness
 from tasks.engines.registry import engine as adapter_of
 from tasks.engines.settings import mismatches, setting_rows
-from tasks.errors import InputError, LaunchFailed, ServerLost, SettingsMismatch
-from tasks.machine.handle import LOOPBACK, Supervised, choose_port, server_environment
+from tasks.errors import LaunchFailed, ServerLost, SettingsMismatch
+from tasks.launch import environment_for, lock_keys, nccl_observed, plan_of, requested, shown_variables
+from tasks.machine.handle import LOOPBACK, Supervised, choose_port
 from tasks.store.tables import Store
 
 log = logging.getLogger(__name__)
@@ -75,15 +76,15 @@ class Server:
         command = self._engine.command(self.plan)
         number = len(list(self._store.run_dir.glob(f"{self.arm.name}-load*.log"))) + 1
         self.log = self._store.run_dir / f"{self.arm.name}-load{number}.log"
-        shown = {"argv": command.argv, "env": {**self.plan.env, **command.env}}
+        shown = {"argv": command.argv, "env": shown_variables(self.plan, command), "notes": self.plan.notes}
         self.log.with_suffix(".command.json").write_text(json.dumps(shown, indent=1))
         self.loads += 1
         started = time.monotonic()
         self._running = Supervised(
             run_id=self._store.run_id, arm=self.arm.name, argv=command.argv,
-            env=_environment(self._campaign, self.plan, command),
+            env=environment_for(self.plan, command),
             log=self.log, port=self.plan.port, gpus=[str(g) for g in self.plan.machine.gpus],
-            lock_keys=_lock_keys(self.plan), grace_s=self.plan.machine.stop_grace_s,
+            lock_keys=lock_keys(self.plan), grace_s=self.plan.machine.stop_grace_s,
         )
         url = f"http://{LOOPBACK}:{self.plan.port}"
         self._wait_for_token(self._running, url, started + self.plan.machine.ready_timeout_s)
@@ -123,8 +124,9 @@ class Server:
 
     def _check_settings(self, url: str, number: int) -> None:
         """Write requested and effective settings; a strict campaign stops at a mismatch, before any measurement."""
-        requested = self._engine.requested_settings(self.plan)
-        rows = setting_rows(requested, self._engine.effective_settings(url, self.log, self.plan))
+        observed = [*self._engine.effective_settings(url, self.log, self.plan), *nccl_observed(self.log)]
+        asked = requested(self._engine, self.plan, self._engine.command(self.plan))
+        rows = setting_rows(asked, observed, self.plan.notes)
         facts = {"arm": self.arm.name, "engine": self._engine.name, "load": number}
         self._store.write("servers", [{**facts, **row} for row in rows], f"{self.arm.name}-load{number}")
         wrong = mismatches(rows)
@@ -145,37 +147,3 @@ def serving(
         yield server
     finally:
         server.stop()
-
-
-def plan_of(campaign: Campaign, arm: Arm, capture_dir: Path | None, drafter_dir: Path | None) -> LaunchPlan:
-    """Everything that the arm's command depends on; the port is chosen at launch."""
-    points: tuple[int, ...] = ()
-    if capture_dir is not None:
-        points = tuple(sorted({*campaign.drafter.points, num_hidden_layers(Path(campaign.target.model))}))
-    if arm.speculative and drafter_dir is None and arm.speculative.drafter != "own":
-        drafter_dir = Path(arm.speculative.drafter)
-    return LaunchPlan(
-        arm=arm, target=campaign.target, machine=campaign.machine, python=campaign.machine.environment_of(arm).python,
-        port=campaign.machine.port or 0, engine_points=points, capture_dir=capture_dir, drafter_dir=drafter_dir,
-    )
-
-
-def num_hidden_layers(model: Path) -> int:
-    """N of a model folder; wrappers such as Kimi-K2.5 keep it in `text_config`."""
-    try:
-        config = json.loads((model / "config.json").read_text())
-        return int(config.get("text_config", config)["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{model}/config.json: no num_hidden_layers to be read ({error})") from error
-
-
-def _environment(campaign: Campaign, plan: LaunchPlan, command: Command) -> dict[str, str]:
-    own = {v.name: v.value for v in campaign.machine.environment_of(plan.arm).variables}
-    tuned = {v.name: v.value for v in plan.arm.tuning.variables}
-    return server_environment(plan.python, own, plan.env, command.env, tuned)
-
-
-def _lock_keys(plan: LaunchPlan) -> list[str]:
-    if plan.arm.engine is EngineName.stub:
-        return []
-    return [f"gpu-{g}" for g in plan.machine.gpus] if plan.machine.device is Device.cuda else ["cpu"]

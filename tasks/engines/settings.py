@@ -20,11 +20,14 @@ def same(requested: str, effective: str) -> bool:
         return a == b
 
 
-def setting_rows(requested: Mapping[str, str], observed: Sequence[Observed]) -> list[dict[str, Any]]:
+def setting_rows(
+    requested: Mapping[str, str], observed: Sequence[Observed], notes: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Rows of the `servers` table: setting, engine_setting, requested, effective, source, status, detail.
 
     status: match | mismatch by the strongest source that reports a value; not_reported if none does;
-    observed for settings that nobody asked for and for weaker sources of a setting.
+    observed for settings that nobody asked for and for weaker sources of a setting. `notes` tell why a
+    setting was asked for and go into `detail`.
     """
     strongest: dict[str, int] = {}
     for o in observed:
@@ -51,6 +54,9 @@ def setting_rows(requested: Mapping[str, str], observed: Sequence[Observed]) -> 
          "detail": "the engine does not say"}
         for name, wanted in requested.items() if name not in seen
     ]
+    for row in rows:
+        note = (notes or {}).get(str(row["setting"]))
+        row["detail"] = "; ".join(part for part in (row["detail"], note) if part) or None
     return rows
 
 
