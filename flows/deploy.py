@@ -57,10 +57,11 @@ def _create_pool(client: SyncPrefectClient, name: str) -> None:
 
 def _create_deployment(client: SyncPrefectClient, wanted: Mapping[str, Any], store: Path) -> str:
     function = flow_of(wanted["entrypoint"])
-    schema = form_schema(function.fn, wanted.get("form") or {})
-    defaults = dict(wanted.get("parameters") or {})
-    if "store" in schema["properties"]:
-        defaults["store"] = schema["properties"]["store"]["default"] = str(store)
+    form, defaults = dict(wanted["form"]), dict(wanted.get("parameters") or {})
+    if "store" in form:
+        form["store"] = form["store"] | {"default": str(store)}
+        defaults["store"] = str(store)
+    schema = form_schema(function.fn, form)
     client.create_deployment(
         client.create_flow(function), wanted["name"], description=wanted["description"], tags=wanted["tags"],
         entrypoint=wanted["entrypoint"], parameters=defaults, parameter_openapi_schema=schema,

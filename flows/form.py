@@ -80,17 +80,20 @@ def run_name(parameters: Mapping[str, Any], started: str) -> str:
 # the form ------------------------------------------------------------------------------------
 
 
-def form_schema(flow_function: Any, parameters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def form_schema(flow_function: Any, parameters: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
     """JSON schema of a deployment's form; `parameters` gives or replaces what a signature cannot say.
 
     A parameter of `parameters` with the value `{"campaign": "file"}` becomes a choice of the campaign
-    files, and with `{"campaign": "fields"}` every field of a campaign.
+    files, with `{"campaign": "fields"}` every field of a campaign, and with None it is not in the form.
     """
     schema: dict[str, Any] = parameter_schema(flow_function).model_dump()
     properties, definitions = schema["properties"], schema["definitions"]
     for name, change in parameters.items():
         if name not in properties:
             raise ConfigError(f"deployments: {name} is not a parameter of {flow_function.__name__}")
+        if change is None:
+            del properties[name]
+            continue
         shape = {k: v for k, v in change.items() if k != "campaign"}
         position = {"position": properties[name]["position"]}
         if change.get("campaign") == "file":
@@ -129,7 +132,8 @@ def _readable_field(name: str, field: dict[str, Any]) -> dict[str, Any]:
     if optional and len(options) == 1:
         del field["anyOf"]
         if "$ref" in options[0] or options[0].get("type") == "boolean":
-            field["anyOf"] = [{"type": "null", "title": "Not set"}, options[0]]
+            switch = {"title": "On or off"} if options[0].get("type") == "boolean" else {}
+            field["anyOf"] = [{"type": "null", "title": "Not set"}, options[0] | switch]
             field["default"] = None
         else:
             field = options[0] | field
