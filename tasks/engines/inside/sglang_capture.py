@@ -47,7 +47,7 @@ def register(folder: str, points: str) -> None:
 class Capture:
     """Capture of one target; every tensor-parallel rank keeps count, rank 0 writes."""
 
-    def __init__(self, model: torch.nn.Module, folder: Path, points: tuple[int, ...]) -> None:
+    def __init__(self, model: Any, folder: Path, points: tuple[int, ...], dtype: str) -> None:
         if get_parallel().pp_size > 1:
             raise RuntimeError("drafthouse capture: pipeline parallelism is not supported; use tensor parallelism")
         hooks = sglang_hooks.require(HOOKS)
@@ -61,7 +61,7 @@ class Capture:
         self._ranks = int(get_parallel().tp_size)
         self._writer = StatesWriter(folder, self.points) if get_parallel().tp_rank == 0 else None
         if self._writer is not None:
-            report(folder, self.points, hooks)
+            report(folder, self.points, hooks, dtype)
 
     def admit(self, requests: list[Any], prefixes: list[int]) -> None:
         """Note the requests of a prefill batch that want their states; fails those that cannot have them."""
@@ -98,7 +98,7 @@ class Capture:
                 "drafthouse capture: the forward gave no hidden states for this batch; prefill must run eagerly "
                 "(no prefill CUDA graphs) and with whole hidden states on each rank"
             )
-        staged = Staged(_split(auxiliary, len(self.points) - 1) + [before_norm_TD], input_ids)
+        staged = Staged([*_split(auxiliary, len(self.points) - 1), before_norm_TD], input_ids)
         for request, first, length in rows:
             progress: Progress = request.drafthouse
             progress.add(staged, first, length)
@@ -111,7 +111,7 @@ class Capture:
         self._before_norm_TD = output[1] if isinstance(output, tuple) else inputs[0]
 
 
-def set_points(model: torch.nn.Module, decoder: torch.nn.Module, points: list[int]) -> None:
+def set_points(model: Any, decoder: Any, points: list[int]) -> None:
     """Have the model hand out the input of decoder layer p for each point p.
 
     Model classes read explicit ids in different ways, so the ids are tried until the decoder itself
@@ -120,7 +120,7 @@ def set_points(model: torch.nn.Module, decoder: torch.nn.Module, points: list[in
     if not hasattr(model, "set_eagle3_layers_to_capture"):
         raise RuntimeError(f"drafthouse capture: {type(model).__name__} of this SGLang hands out no auxiliary states")
     for ids in ([p - 1 for p in points], points, points[1:] + points[:1]):
-        model.set_eagle3_layers_to_capture(list(ids))  # type: ignore[operator]
+        model.set_eagle3_layers_to_capture(list(ids))
         if sorted(getattr(decoder, "layers_to_capture", [])) == points:
             return
     raise RuntimeError(
@@ -128,18 +128,21 @@ def set_points(model: torch.nn.Module, decoder: torch.nn.Module, points: list[in
     )
 
 
-def report(folder: Path, points: list[int], hooks: dict[str, bool]) -> None:
+def report(folder: Path, points: list[int], hooks: dict[str, bool], dtype: str) -> None:
     """Write capture-<pid>.json: the proof, for whoever started the server, that capture is on."""
     facts = {
         "plugin": "drafthouse", "version": CAPTURE_VERSION, "project_version": version("drafthouse"),
         "engine": "sglang", "engine_version": version("sglang"), "points": points, "last_point": "before final norm",
-        "hooks": hooks, "pid": os.getpid(),
+        "dtype": dtype, "hooks": hooks, "pid": os.getpid(),
     }
     path = folder / f"capture-{os.getpid()}.json"
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(facts, indent=1))
     scratch.replace(path)
-    logger.info("drafthouse capture %s is on: points %s, %d hooks took", CAPTURE_VERSION, points, len(hooks))
+    logger.info(
+        "drafthouse capture %s is on: points %s, %d hooks took, report %s",
+        CAPTURE_VERSION, points, len(hooks), path.name,
+    )
 
 
 def _progress(request: Any, prefix: int) -> Progress | None:
@@ -179,7 +182,7 @@ def _split(auxiliary: torch.Tensor | list[torch.Tensor], count: int) -> list[tor
 def _on_load(result: Any, runner: Any) -> None:
     global _capture
     if not runner.is_draft_worker:
-        _capture = Capture(runner.model, _folder, _points)
+        _capture = Capture(runner.model, _folder, _points, str(runner.dtype).removeprefix("torch."))
 
 
 def _on_batch(original: Callable[..., Any], cls: type, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -164,6 +164,18 @@ def extend_backend(self: Any) -> TorchNativeAttnBackend:
     return backend
 
 
+def refuse_sampling(original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of TokenizerManager: HTTP 400 for temperature > 0 on a speculative server.
+
+    Verification here knows the target's best token only, and would answer greedily without a word.
+    """
+    sampling = request.sampling_params if isinstance(request.sampling_params, dict) else {}
+    greedy = sampling.get("temperature", 1.0) == 0 or sampling.get("top_k") == 1
+    if self.server_args.speculative_algorithm and not greedy:
+        raise ValueError("drafthouse CPU platform: speculation is greedy only; send temperature 0, or use a base arm")
+    return original(self, request, *args, **kwargs)
+
+
 def _replace(target: str, function: Callable[..., Any]) -> Hook:
     return Hook(target, function, HookType.REPLACE)
 
@@ -179,6 +191,10 @@ HOOKS = [
     Hook(
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
         extend_or_verify, HookType.AROUND,
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", refuse_sampling,
+        HookType.AROUND,
     ),
     # Warms up a Triton kernel that only moves cache slots between places, which one chain never needs.
     _replace("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", lambda self: None),

@@ -8,6 +8,7 @@ import shutil
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ QUEUED_SAMPLES = 32  # finished prompts whose states wait in memory; then the sc
 WAIT_S = 10.0  # longest wait of the scheduler for a stuck disk; the server's health check must outlive it
 SPARE_BYTES = 256 << 20  # free space at which a writer that died of a full disk is tried again
 logger = logging.getLogger(__name__)
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[torch.device, Any] = {}
 
 
 class Staged:
@@ -33,13 +34,15 @@ class Staged:
 
     def _copy(self, states: list[torch.Tensor], input_ids: torch.Tensor) -> None:
         device = input_ids.device
-        side = _streams.setdefault(device, torch.cuda.Stream(device))
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side = _streams[device]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             # Whole contiguous copies: a strided one would go through a blocking temporary.
             self._states = [_to_pinned(state) for state in states]
             self._ids = _to_pinned(input_ids)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(side)
         for tensor in (*states, input_ids):
             tensor.record_stream(side)  # its memory must not be reused before the copy is through
@@ -122,7 +125,7 @@ class StatesWriter:
             sample_key, token_ids, parts = self._queue.get()
             try:
                 states, ids = zip(*(staged.rows(start, stop) for staged, start, stop in parts), strict=True)
-                if sum(ids, []) != token_ids:
+                if [token for part in ids for token in part] != token_ids:
                     raise ValueError("captured rows are not this prompt's tokens")
                 self._shards.put(Sample(sample_key, token_ids, torch.cat(states), self._points))
             except OSError as error:
