@@ -121,6 +121,8 @@ class StubServer:
             return error(400, "prompt: the stub engine takes a list of token ids")
         if not self._up_for(self.options.generates_after_s):
             return error(503, "the model is not ready")
+        if body.get("stream") and self.options.broken_while and Path(self.options.broken_while).exists():
+            return error(500, f"broken while {self.options.broken_while} exists")
         fails = self.fault is (StubFault.benchmark if body.get("stream") else StubFault.regenerate)
         if fails and body["max_tokens"] > 1 and not body.get("sample_key"):
             return error(500, "the stub engine plays a fault here")
@@ -132,12 +134,23 @@ class StubServer:
                 if body.get("sample_key") and self.writer is not None:
                     await self.capture(ids, str(body["sample_key"]), cached)
                 if body.get("stream"):
-                    return await self._stream(request, ids, body, cached)
-                return web.json_response(self._whole(ids, body, cached))
+                    response: web.StreamResponse = await self._stream(request, ids, body, cached)
+                else:
+                    response = web.json_response(self._whole(ids, body, cached))
+                self._note(ids, body)
+                return response
             except OSError as failed:
                 return error(500, f"states were not written: {failed}")
             finally:
                 self.running -= 1
+
+    def _note(self, prompt: tuple[int, ...], body: dict[str, Any]) -> None:
+        """A line per answered request in the journal, so that a test can count what was really done."""
+        if self.options.journal:
+            facts = {"at": time.time(), "pid": os.getpid(), "prompt": prompt, "max_tokens": body["max_tokens"],
+                     "stream": bool(body.get("stream")), "sample_key": body.get("sample_key")}
+            with Path(self.options.journal).open("a") as stream:
+                stream.write(json.dumps(facts) + "\n")
 
     def _usage(self, prompt: tuple[int, ...], completion: int, cached: int) -> dict[str, Any]:
         extra = 2 if self.fault is StubFault.template else 0
@@ -223,6 +236,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--healthy-after-s", type=float, default=0.1, help="/health answers 503 until then")
     parser.add_argument("--generates-after-s", type=float, default=0.2, help="completions answer 503 until then")
     parser.add_argument("--step-s", type=float, default=0.0, help="pause after each chunk of a stream")
+    parser.add_argument("--journal", help="file that gets a line per answered request")
+    parser.add_argument("--broken-while", help="file while which exists streamed requests are answered 500")
     parser.add_argument("--fault", choices=[f.value for f in StubFault])
     return parser.parse_args(arguments)
 
