@@ -55,8 +55,7 @@ def _fit_to_gpus(campaign: Campaign, arm: Arm, facts: Facts) -> tuple[Arm, dict[
         "attention_backend": backend.note,
     }
     env = dict(resolved.variables)
-    if campaign.machine.gpus:
-        env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, campaign.machine.gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that machine.gpus counts as nvidia-smi does
     arm = arm.model_copy(update={"tuning": tuning.model_copy(update=fitted)})
     return arm, env, {name: note for name, note in notes.items() if note}
 

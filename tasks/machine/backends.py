@@ -81,7 +81,7 @@ def resolve(engine: EngineName, capability: Capability | None, mla: bool, asked:
         return Backend(asked, "")
     if capability not in KNOWN:
         return Backend(PORTABLE[engine][kind], f"{shown} is not a known capability: the portable backend")
-    if capability[0] == 12 and mla:
-        # The engine's automatic choice has taken kernels for SM100 here.
+    if capability[0] == 12 and mla and engine is EngineName.sglang:
+        # Its automatic choice has taken kernels for SM100 here; vLLM tests for the exact generation.
         return Backend(PORTABLE[engine][kind], f"{shown} with MLA: the engine's own choice may be one for SM100")
     return Backend(None, "")

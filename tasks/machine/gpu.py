@@ -107,3 +107,9 @@ def _mib(count: int | None) -> int | None:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver; None where there is none."""
+    with nvml() as n:
+        return None if n is None else _text(_ask(n.nvmlSystemGetDriverVersion)) or None
