@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect_kit import PrefectStack, prefect_stack
 
 from tasks.store.tables import Store
 
@@ -20,6 +21,13 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="session")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectStack]:
+    """A real Prefect server with our deployments and a worker, shared by the session."""
+    with prefect_stack(tmp_path_factory.mktemp("prefect")) as stack:
+        yield stack
 
 
 @pytest.fixture

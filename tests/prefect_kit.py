@@ -55,7 +55,7 @@ class PrefectStack:
         self.url = f"http://127.0.0.1:{self.port}"
         self._database = database
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.client = SyncPrefectClient(f"{self.url}/api")
+        self.client = SyncPrefectClient(f"{self.url}/api").__enter__()
 
     @property
     def env(self) -> dict[str, str]:
@@ -66,7 +66,8 @@ class PrefectStack:
             "PREFECT_HOME": str(self.folder / "prefect"), "PREFECT_API_URL": f"{self.url}/api",
             "PREFECT_SERVER_UI_API_URL": f"{self.url}/api", "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false", "DO_NOT_TRACK": "1",
-            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": storage, "PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS": "5",
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": storage,
+            "PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS": "5",
             "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5", "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_RUNNER_POLL_FREQUENCY": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
             "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks,flows", "XDG_STATE_HOME": str(self.folder / "state"),
@@ -98,8 +99,9 @@ class PrefectStack:
         return self._start("worker", "prefect", "worker", "start", "--pool", "gpu-hosts", "--name", "tests")
 
     def _start(self, name: str, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        log = (self.folder / f"{name}.log").open("ab")
-        process = subprocess.Popen([BIN / program, *arguments], env=self.env, cwd=self.folder, stdout=log, stderr=log)
+        command = [BIN / program, *arguments]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, env=self.env, cwd=self.folder, stdout=log, stderr=log)
         self._processes[name] = process
         return process
 

@@ -1,7 +1,7 @@
 """Make engine environments: `python3 deployments/engines/environments.py vllm-cpu sglang-cpu`.
 
-Each `<name>.txt` beside this file is a complete lock, installed with --no-deps into the user's cache
-under a folder keyed by the lock's content and the Python version, so that a second clone installs
+Each `<name>.txt` beside this file is a complete lock (those for CUDA: on top of the host's own
+torch), installed with --no-deps into the user's cache under a folder keyed by the lock's content and the Python version, so that a second clone installs
 nothing. `.venvs/<name>` in this clone is a thin environment on top of it that adds this clone's own
 drafthouse, whose plugins the engine finds by their entry points. Uses the standard library only.
 """
@@ -41,10 +41,15 @@ def _install_packages(name: str, lock: Path, base: Path) -> None:
             return
         shutil.rmtree(base, ignore_errors=True)
         print(f"installing {name} into {base} (once per lock file; minutes)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(base)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", *_on_top_of_the_host(base), str(base)], check=True)
         pip = [str(base / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
         subprocess.run([*pip, "--disable-pip-version-check", "-r", str(lock)], check=True)
         (base / ".complete").touch()
+
+
+def _on_top_of_the_host(base: Path) -> list[str]:
+    """CUDA locks build on the torch that the host or image brings, so that it fits the driver."""
+    return ["--system-site-packages"] if "-cuda-" in base.name else []
 
 
 def _install_project(base: Path, venv: Path) -> None:
@@ -55,7 +60,7 @@ def _install_project(base: Path, venv: Path) -> None:
     if venv.is_symlink():
         venv.unlink()
     shutil.rmtree(venv, ignore_errors=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", *_on_top_of_the_host(base), str(venv)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = base / "lib" / version / "site-packages"
     # addsitedir and not a bare path: the packages' own .pth files have to work as well.
