@@ -1,9 +1,10 @@
 """Make engine environments: `python3 deployments/engines/environments.py vllm-cpu sglang-cpu`.
 
 Each `<name>.txt` beside this file is a complete lock (those for CUDA: on top of the host's own
-torch), installed with --no-deps into the user's cache under a folder keyed by the lock's content and the Python version, so that a second clone installs
-nothing. `.venvs/<name>` in this clone is a thin environment on top of it that adds this clone's own
-drafthouse, whose plugins the engine finds by their entry points. Uses the standard library only.
+torch), installed with --no-deps into the user's cache under a folder keyed by the lock's content and
+the Python version, so that a second clone installs nothing. `.venvs/<name>` in this clone is a thin
+environment on top of it that adds this clone's own drafthouse, whose plugins the engine finds by
+their entry points. Uses the standard library only.
 """
 
 from __future__ import annotations
