@@ -88,8 +88,8 @@ def _one(
     vocab_size = int(text_config(campaign.target.model).vocab_size)
     measured = measure(
         adapter_of(arm.engine), url, campaign.target.name, workload, point,
-        blocks(workload, point, prompts, vocab_size, store.run_id),
-        warmup(workload, point, prompts, vocab_size, store.run_id),
+        blocks(workload, point, prompts, vocab_size, campaign.name),
+        warmup(workload, point, prompts, vocab_size, campaign.name),
         running_cap=_running_cap(arm, store), speculative=spec is not None, progress=progress,
         baseline_cap=store.require("benchmark", baseline.key)["running_requests_cap"] if baseline else None,
     )

@@ -149,9 +149,11 @@ def test_failures_make_a_measurement_invalid_and_stay_out_of_its_latencies(store
 
 
 def test_no_success_at_all_is_an_error_with_rows_and_no_artifact(store: Store) -> None:
-    with stub(arm_of(CONFIG, "base", fault="benchmark")) as server:
-        with pytest.raises(MeasurementInvalid, match="6 http_error of 6"):
-            measure_base(server, store)
+    with (
+        stub(arm_of(CONFIG, "base", fault="benchmark")) as server,
+        pytest.raises(MeasurementInvalid, match="6 http_error of 6"),
+    ):
+        measure_base(server, store)
     assert {r["status"] for r in rows(store, "requests")} == {"http_error"}
     row = rows(store, "benchmarks")[0]
     assert (row["valid"], row["ttft_ms_p50"], row["output_tok_s"]) == (False, None, None)
