@@ -182,7 +182,7 @@ class Supervisor:
         if now < self._next_scan and names <= self._shm_names:
             return
         self._shm_names = names
-        self._next_scan = now + (0.5 if time.time() - self.lease.started_at < 120 else 5.0)
+        self._next_scan = now + (1.0 if time.time() - self.lease.started_at < 60 else 5.0)
         group = [p for p in descendants(os.getpid(), processes(marked_uids=())) if not p.gone]
         held = shm.holdings(p.pid for p in group)
         before = json.dumps(self.lease.to_json())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tasks import dry_run
 from tasks.config import Campaign, load_campaign, parse_campaign
 from tasks.errors import ConfigError, InputError, MachineError
@@ -26,6 +27,7 @@ SIX = {
 }
 
 GRAPHS = "graphs-below-concurrency"
+SPLIT = {"arms.vllm-base.side_by_side": "x", "arms.vllm-base.tuning.memory_fraction": "null"}
 EXTRACT_ON_VLLM = {
     "arms.sglang-extract.engine": "vllm", "arms.sglang-extract.tuning.attention_backend": "null",
     "arms.sglang-own.speculative.extracted_on": "vllm", "arms.sglang-own.speculative.declared_experiment": "true",
@@ -132,7 +134,7 @@ def test_nvlink_gets_no_pcie_advice_and_a_wrong_declaration_is_refused() -> None
         ({"arms.vllm-base.tuning.custom_all_reduce": "true"}, "all-reduce", "error"),
         ({"arms.vllm-base.tuning.extra_args": '["--max-cudagraph-capture-size", "64"]'}, GRAPHS, "warning"),
         ({"arms.sglang-base.tuning.extra_args": '["--cuda-graph-max-bs=64"]'}, GRAPHS, "warning"),
-        ({"arms.vllm-base.side_by_side": "x", "arms.vllm-base.tuning.memory_fraction": "null"}, "memory-split", "error"),
+        (SPLIT, "memory-split", "error"),
         (EXTRACT_ON_VLLM, "extraction-mla", "error"),
     ],
 )
