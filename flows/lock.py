@@ -31,8 +31,9 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 from prefect.variables import Variable
 
-from tasks.config import Campaign, Device, EngineName
+from tasks.config import Campaign, EngineName
 from tasks.errors import MachineError
+from tasks.machine.facts import lock_keys
 from tasks.machine.leases import HostLock, state_dir
 from tasks.machine.processes import Identity, alive, boot_id, identity_of
 
@@ -50,8 +51,7 @@ def host_name() -> str:
 @contextmanager
 def only_campaign_on_host(campaign: Campaign, run_id: str) -> Iterator[None]:
     """Hold both locks of this host for a campaign."""
-    cuda = campaign.machine.device is Device.cuda
-    keys = [f"gpu-{index}" for index in campaign.machine.gpus] if cuda else ["cpu"]
+    keys = lock_keys(campaign.machine)
     only_stubs = all(arm.engine is EngineName.stub for arm in campaign.arms)
     with locked_host(run_id, [] if only_stubs else keys):
         yield

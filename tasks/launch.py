@@ -10,14 +10,13 @@ from typing import Any
 from tasks.config import Arm, Campaign, Device, EngineName, Target, TargetShape
 from tasks.engines.base import Command, Engine, LaunchPlan, Observed
 from tasks.errors import ConfigError, InputError
-from tasks.machine import backends, nccl
+from tasks.machine import backends, facts, nccl
 from tasks.machine.facts import Facts, facts_of
-from tasks.machine.gpu import read_gpus
 from tasks.machine.handle import server_environment
 
 
 def plan_of(
-    campaign: Campaign, arm: Arm, capture_dir: Path | None, drafter_dir: Path | None, facts: Facts | None = None
+    campaign: Campaign, arm: Arm, capture_dir: Path | None, drafter_dir: Path | None, known: Facts | None = None
 ) -> LaunchPlan:
     """Everything that the arm's command depends on; the port is chosen at launch.
 
@@ -32,7 +31,7 @@ def plan_of(
     env: dict[str, str] = {}
     notes: dict[str, str] = {}
     if campaign.machine.device is Device.cuda:
-        arm, env, notes = _fit_to_gpus(campaign, arm, facts or facts_of(campaign.machine))
+        arm, env, notes = _fit_to_gpus(campaign, arm, known or facts_of(campaign.machine))
     return LaunchPlan(
         arm=arm, target=campaign.target, machine=campaign.machine, python=campaign.machine.environment_of(arm).python,
         port=campaign.machine.port or 0, engine_points=points, capture_dir=capture_dir, drafter_dir=drafter_dir,
@@ -40,15 +39,15 @@ def plan_of(
     )
 
 
-def _fit_to_gpus(campaign: Campaign, arm: Arm, facts: Facts) -> tuple[Arm, dict[str, str], dict[str, str]]:
+def _fit_to_gpus(campaign: Campaign, arm: Arm, known: Facts) -> tuple[Arm, dict[str, str], dict[str, str]]:
     tuning = arm.tuning
     own = {v.name: v.value for v in (*campaign.machine.environment_of(arm).variables, *tuning.variables)}
     resolved = nccl.resolve(
-        name=tuning.nccl_profile, tensor_parallel=tuning.tensor_parallel, interconnect=facts.interconnect,
-        acs=facts.acs, custom_all_reduce=tuning.custom_all_reduce, own_variables=own,
+        name=tuning.nccl_profile, tensor_parallel=tuning.tensor_parallel, interconnect=known.interconnect,
+        acs=known.acs, custom_all_reduce=tuning.custom_all_reduce, own_variables=own,
     )
-    mla = shape_of(campaign.target).mla if facts.capability else False
-    backend = backends.resolve(arm.engine, facts.capability, mla, tuning.attention_backend)
+    mla = shape_of(campaign.target).mla if known.capability else False
+    backend = backends.resolve(arm.engine, known.capability, mla, tuning.attention_backend)
     fitted = {"custom_all_reduce": resolved.custom_all_reduce, "attention_backend": backend.name}
     notes = {
         "nccl.profile": f"{resolved.profile.name}: {resolved.profile.why}", "custom_all_reduce": resolved.reason,
@@ -80,11 +79,7 @@ def _layers(plan: LaunchPlan, command: Command) -> list[Mapping[str, str]]:
 
 def lock_keys(plan: LaunchPlan) -> list[str]:
     """What only one run at a time may use; the stub engine uses nothing."""
-    if plan.arm.engine is EngineName.stub:
-        return []
-    if plan.machine.device is Device.cpu:
-        return ["cpu"]
-    return [gpu.uuid for gpu in read_gpus() or [] if not plan.machine.gpus or gpu.index in plan.machine.gpus]
+    return [] if plan.arm.engine is EngineName.stub else facts.lock_keys(plan.machine)
 
 
 def requested(engine: Engine, plan: LaunchPlan, command: Command) -> dict[str, str]:

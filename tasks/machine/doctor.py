@@ -20,7 +20,7 @@ from tasks.machine.facts import Facts, judge
 from tasks.machine.gpu import GpuState, driver_version, read_gpus
 from tasks.machine.handle import choose_port
 from tasks.machine.host import ThisHost
-from tasks.machine.known_bad import Finding, judge_campaign
+from tasks.machine.known_bad import Finding, Level, judge_campaign
 from tasks.machine.ownership import judge_gpus, look
 from tasks.machine.processes import user_name
 from tasks.machine.topology import Acs, Topology, read_acs, read_topology
@@ -100,7 +100,8 @@ def examine(
     broken = [e for e in report.environments if e.problem]
     report.findings += [Finding("environment", "error", f"{e.name}: {e.problem}", "make engines") for e in broken]
     if campaign is not None:
-        report.findings += _for_campaign(campaign, shape, seen, live=machine is None)
+        reuse = (store_root / "objects").exists()
+        report.findings += _for_campaign(campaign, shape, seen, live=machine is None, reuse=reuse)
     return report
 
 
@@ -125,7 +126,9 @@ def _host(seen: Machine) -> list[Finding]:
     return found
 
 
-def _for_campaign(campaign: Campaign, shape: TargetShape | None, seen: Machine, *, live: bool) -> list[Finding]:
+def _for_campaign(
+    campaign: Campaign, shape: TargetShape | None, seen: Machine, *, live: bool, reuse: bool
+) -> list[Finding]:
     found: list[Finding] = []
     try:
         facts = judge(campaign.machine, seen.gpus, seen.topology, seen.acs)
@@ -135,7 +138,7 @@ def _for_campaign(campaign: Campaign, shape: TargetShape | None, seen: Machine, 
     found += judge_campaign(campaign, facts, shape)
     found += _gpus_free(campaign, seen)
     if shape is not None:
-        found += _disk(campaign, shape, seen)
+        found += _disk(campaign, shape, seen, reuse)
     if live and campaign.machine.port is not None:
         try:
             choose_port(campaign.machine.port)
@@ -162,13 +165,14 @@ def _gpus_free(campaign: Campaign, seen: Machine) -> list[Finding]:
     return found
 
 
-def _disk(campaign: Campaign, shape: TargetShape, seen: Machine) -> list[Finding]:
+def _disk(campaign: Campaign, shape: TargetShape, seen: Machine, reuse: bool) -> list[Finding]:
     need, free = disk_needed_gib(campaign, shape), seen.disk_free_gib
     if free is None:
         return [Finding("disk", "unknown", f"free disk cannot be read; the campaign needs {need:.1f} GiB")]
     if free < need:
         what = f"{free:.1f} GiB free for the store, a campaign from nothing needs {need:.1f} GiB"
-        return [Finding("disk", "error", what, "free some, or use --store on a larger disk")]
+        level: Level = "warning" if reuse else "error"  # a store with earlier work needs less
+        return [Finding("disk", level, what, "free some, or use --store on a larger disk")]
     return []
 
 

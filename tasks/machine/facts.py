@@ -63,6 +63,14 @@ def judge(machine: Machine, gpus: list[GpuState] | None, topology: Topology, acs
     )
 
 
+def lock_keys(machine: Machine) -> list[str]:
+    """What only one run at a time may use: GPU UUIDs (`gpu-<index>` where NVML does not tell), or `cpu`."""
+    if machine.device is Device.cpu:
+        return ["cpu"]
+    uuids = {gpu.index: gpu.uuid for gpu in read_gpus() or []}
+    return [uuids.get(index, f"gpu-{index}") for index in machine.gpus or sorted(uuids)]
+
+
 def _capability(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None

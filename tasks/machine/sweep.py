@@ -73,14 +73,14 @@ def _wait_for_ending(host: Host, picture: Picture, grace_s: float, take_over: Ta
 
 
 def _add_gpu_processes(host: Host, picture: Picture, needed: set[int], take_over: TakeOver | None) -> None:
-    if not (take_over and needed):
+    if not take_over:
         return
     by_pid = {p.pid: p for p in picture.everybody}
     live = {i for lease in picture.alive for i in (lease.engine, *lease.members)}
     for gpu in host.gpus() or []:
         for holder in gpu.holders or ():
             process = by_pid.get(holder.pid)
-            if process is None or gpu.index not in needed or holder.graphics or process.identity in live:
+            if process is None or (needed and gpu.index not in needed) or holder.graphics or process.identity in live:
                 continue
             if process.uid in take_over.uids:
                 picture.ours.setdefault(process.identity, (process, f"--take-over: holds {gpu}, owner named"))
