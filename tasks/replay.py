@@ -68,7 +68,7 @@ def replay_requests(
     folder: Path, target: Path, requests: Sequence[dict[str, Any]], points: Sequence[int], k: int,
     auxiliary: str = TRUE, progress: Callable[[int, int], None] | None = None,
 ) -> list[Walk]:
-    """Serve `requests` (prompt_token_ids, output_token_ids) with the drafter in `folder`; one Walk each, ends settled."""
+    """Draft along `requests` (prompt_token_ids, output_token_ids) with the drafter in `folder`; one Walk each."""
     model, target_ids, own_embeddings = load_drafter(folder, target)
     head = read_target_head(target, torch.float32, torch.device("cpu"))
     embeddings = head.embeddings_VD if own_embeddings is None else own_embeddings

@@ -49,13 +49,13 @@ def small_target(folder: Path, *, nested: bool = False, tied: bool = False, shar
     return folder
 
 
-def responses(count: int, seed: int = 0, words: int = VOCAB, prompt_tokens: int = 4, length: int = 20) -> list[dict[str, Any]]:
-    """Rows of the responses table with random tokens below `words`."""
+def responses(count: int, seed: int = 0, words: int = VOCAB) -> list[dict[str, Any]]:
+    """Rows of the responses table with 20 to 22 random tokens below `words`, four of them prompt."""
     r = random.Random(seed)
     return [
         {
-            "sample_key": f"sample-{seed}-{n}", "prompt_tokens": prompt_tokens, "nll_per_token": None,
-            "token_ids": [r.randrange(2, words) for _ in range(length + n % 3)],
+            "sample_key": f"sample-{seed}-{n}", "prompt_tokens": 4, "nll_per_token": None,
+            "token_ids": [r.randrange(2, words) for _ in range(20 + n % 3)],
         }
         for n in range(count)
     ]
@@ -106,7 +106,8 @@ def small_campaign(target: Path, **changes: Any) -> Campaign:
     return parse_campaign({
         "name": "small", "target": {"model": str(target)},
         "arms": [
-            {"name": "base", "engine": "vllm", "role": "base"}, {"name": "states", "engine": "vllm", "role": "extraction"},
+            {"name": "base", "engine": "vllm", "role": "base"},
+            {"name": "states", "engine": "vllm", "role": "extraction"},
             {"name": "spec", "engine": "vllm", "role": "speculative", "speculative": {"extracted_on": "vllm"}},
         ],
         "workloads": [{"name": "heldout"}], "prompts": {"train_file": "a", "heldout_file": "b"}, **changes,

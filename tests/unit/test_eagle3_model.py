@@ -19,7 +19,7 @@ from tasks.errors import ConfigError, InputError, NotSupported
 def test_default_points_are_three_distinct_indices_of_the_target(layers: int) -> None:
     points = default_points(layers)
     assert len(set(points)) == 3 and list(points) == sorted(points)
-    assert 0 <= points[0] and points[2] <= layers
+    assert points[0] >= 0 and points[2] <= layers
     check_points(points, layers)
 
 

@@ -24,14 +24,14 @@ PLAIN = (
     "{% for m in messages %} <{{ m['role'] }}> {{ m['content'] }}{% if m['role'] == 'assistant' %} <end> {% endif %}"
     "{% endfor %}{% if add_generation_prompt %} <assistant>{% endif %}"
 )
-TAGGED = PLAIN.replace("{% if m['role'] == 'assistant' %} <end>", "{% if m['role'] == 'assistant' %}{% generation %} <end>") \
-    .replace(" <end> {% endif %}", " <end> {% endgeneration %}{% endif %}")
+TAGGED = PLAIN.replace(" <end> {% endif %}", "{% generation %} <end> {% endgeneration %}{% endif %}")
 
 
 @pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["without tags", "with tags"])
 def test_mask_is_the_answer_and_its_end_token_whatever_the_template(template: str) -> None:
     words = ["<user>", "<assistant>", "<end>", "how", "are", "you", "fine", "and", "thanks"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)})))
+    word_level = models.WordLevel({word: number for number, word in enumerate(words)})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(word_level))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.chat_template = template
     turns = [("user", "how are you"), ("assistant", " fine thanks"), ("user", "and you")]
@@ -39,7 +39,8 @@ def test_mask_is_the_answer_and_its_end_token_whatever_the_template(template: st
     prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
     answer = tokenizer.encode("fine and thanks <end>", add_special_tokens=False)
     mask = response_mask([*prompt, *answer], len(prompt))
-    assert tokenizer.decode([t for t, own in zip([*prompt, *answer], mask, strict=True) if own]) == "fine and thanks <end>"
+    supervised = [token for token, own in zip([*prompt, *answer], mask, strict=True) if own]
+    assert tokenizer.decode(supervised) == "fine and thanks <end>"
 
 
 def test_samples_without_a_response_are_left_out_and_named(tmp_path: Path) -> None:

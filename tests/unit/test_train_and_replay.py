@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from eagle3_kit import small_campaign
@@ -59,8 +60,8 @@ def greedy(model: Path, file: str, count: int, max_tokens: int) -> list[tuple[st
     for prompt in render(read_prompts(PROMPTS / file, count), model, 256):
         ids = torch.tensor([prompt.token_ids])
         with torch.no_grad():
-            whole = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
-        answers.append((prompt.prompt.category, prompt.token_ids, whole[0, ids.shape[1] :].tolist()))
+            text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+        answers.append((prompt.prompt.category, prompt.token_ids, text[0, ids.shape[1] :].tolist()))
     return answers
 
 
@@ -73,7 +74,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     campaign = small_campaign(model, drafter=drafter)
     answers = greedy(model, "prompts-train.jsonl", SAMPLES, 64)
     rows = [
-        {"sample_key": f"sample-{n}", "token_ids": [*prompt, *answer], "prompt_tokens": len(prompt), "category": category,
+        {"sample_key": f"sample-{n}", "category": category, "token_ids": [*prompt, *answer],
+         "prompt_tokens": len(prompt),
          "nll_per_token": nll_per_token(model, [*prompt, *answer], len(prompt)) if n < 8 else None}
         for n, (category, prompt, answer) in enumerate(answers)
     ]
@@ -151,12 +153,13 @@ def test_states_after_the_final_norm_are_noticed(world: World) -> None:
     with pytest.raises(SeamMismatch, match=r"needs \[4\] too"):
         train(states, world.responses, world.alignment, world.campaign, world.later())
     file = world.store.artifact("responses", "r1") / "responses.parquet"
-    rows = __import__("pyarrow.parquet").parquet.read_table(file).to_pylist()
+    rows = pq.read_table(file).to_pylist()
     rows[0]["nll_per_token"] += 0.5
     with world.store.new_artifact("responses", "r2", {}) as folder:
         write_parquet(rows_to_table("responses", rows), folder / "responses.parquet")
     with pytest.raises(SeamMismatch, match=r"sample-0: .* nats per token"):
-        train(world.states, world.responses.model_copy(update={"key": "r2"}), world.alignment, world.campaign, world.store)
+        other = world.responses.model_copy(update={"key": "r2"})
+        train(world.states, other, world.alignment, world.campaign, world.store)
 
 
 def test_replay_reports_positions_categories_and_what_the_states_are_worth(world: World, drafter: DrafterRef) -> None:
