@@ -25,11 +25,14 @@ FOR_SGLANG = {
 }
 
 
-def build(out: Path, *, layers: int = 8, seed: int = 0, nested: bool = False) -> Path:
+def build(
+    out: Path, *, layers: int = 8, width: int = 128, seed: int = 0, nested: bool = False,
+    tokenizer_from: Path = TOKENIZER,
+) -> Path:
     """Write the model folder `out` and return it."""
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_from)
     config = DeepseekV3Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width, moe_intermediate_size=64,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
         n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1, routed_scaling_factor=1.0,
         norm_topk_prob=True, first_k_dense_replace=1, kv_lora_rank=32, q_lora_rank=48, qk_rope_head_dim=16,
@@ -46,7 +49,8 @@ def build(out: Path, *, layers: int = 8, seed: int = 0, nested: bool = False) ->
     model.save_pretrained(out)
     _extend_config(out / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TOKENIZER / name, out / name)
+        if (tokenizer_from / name).exists() and tokenizer_from != out:
+            shutil.copy(tokenizer_from / name, out / name)
     if nested:
         _nest(out)
     return out

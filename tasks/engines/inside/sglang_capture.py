@@ -30,6 +30,7 @@ from tasks.engines.inside.sglang_hooks import Hook
 from tasks.engines.inside.sglang_plugin import CAPTURE_VERSION, SAMPLE_KEY
 from tasks.engines.inside.sglang_states import Progress, Staged, StatesWriter
 
+LONGEST_KEY = 256
 logger = logging.getLogger(__name__)
 _capture: Capture | None = None  # one per scheduler process, made when its target is loaded
 _folder: Path = Path()
@@ -149,10 +150,13 @@ def _progress(request: Any, prefix: int) -> Progress | None:
     """Progress of a request that wants states and still misses some; None for all others."""
     progress: Progress | None = getattr(request, "drafthouse", None)
     if progress is None:
-        key = (request.sampling_params.custom_params or {}).get(SAMPLE_KEY)
-        if not isinstance(key, str) or request.to_finish is not None:
+        asked = request.sampling_params.custom_params or {}
+        if SAMPLE_KEY not in asked or request.to_finish is not None:
             return None
-        progress = request.drafthouse = Progress(key, list(request.origin_input_ids))
+        key = asked[SAMPLE_KEY]
+        progress = request.drafthouse = Progress(str(key), list(request.origin_input_ids))
+        if not isinstance(key, str) or not 1 <= len(key) <= LONGEST_KEY:
+            _fail(request, progress, f"{SAMPLE_KEY} must be a text of 1 to {LONGEST_KEY} characters")
     if progress.missing == 0 or progress.failed:
         return None
     if prefix == 0:
