@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from flows.local_server import prefect_server
 from tasks.config import Campaign, load_campaign
 from tasks.errors import ConfigError, DrafthouseError
 
@@ -58,20 +59,25 @@ def run(
     if dry_run:
         show_plan(parsed, as_json)
         return
-    prepare_prefect()
-    from flows.campaign import campaign  # Prefect reads its settings when it is imported
-
     begun = time.monotonic()
-    run_id = campaign(parsed, str(store.resolve()))
+    with prefect_server():
+        from flows.campaign import campaign  # Prefect reads its settings when it is imported
+
+        expected_errors_in_one_line()
+        run_id = campaign(parsed, str(store.resolve()))
     show_run(store, run_id, as_json, f"{time.monotonic() - begun:.0f} s")
 
 
-def prepare_prefect() -> None:
-    """Settings for a run without a Prefect server of the user's: a slow laptop needs time to start one."""
-    if "PREFECT_API_URL" not in os.environ:
-        os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
+def expected_errors_in_one_line() -> None:
+    """Prefect logs a traceback for each task and flow that an error passes; ours are told once, at the end."""
+
+    def without_traceback(record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], DrafthouseError):
+            record.exc_info = None
+        return True
+
+    for name in ("prefect.task_runs", "prefect.flow_runs", "prefect.task_engine", "prefect.flow_engine"):
+        logging.getLogger(name).addFilter(without_traceback)
 
 
 def show_plan(config: Campaign, as_json: bool) -> None:
@@ -129,10 +135,11 @@ def nightly(
 ) -> None:
     """Run a campaign and compare it with its last runs; exits 1 only for a regression measured twice."""
     parsed = load_campaign(config, overrides)
-    prepare_prefect()
-    from flows.nightly import nightly as measure_and_judge
+    with prefect_server():
+        from flows.nightly import nightly as measure_and_judge
 
-    run_id = measure_and_judge(parsed, str(store.resolve()), window=window, tolerance_pct=tolerance_pct)
+        expected_errors_in_one_line()
+        run_id = measure_and_judge(parsed, str(store.resolve()), window=window, tolerance_pct=tolerance_pct)
     show_run(store, run_id, as_json)
 
 
