@@ -49,6 +49,8 @@ def environment(python: str, variables: tuple[tuple[str, str], ...] = ()) -> dic
 
     Raises NotSupported if that interpreter does not run or has no vLLM.
     """
+    if not Path(python).exists():
+        raise NotSupported(f"no engine environment at {python}; make it with: make engines")
     try:
         done = subprocess.run(
             [python, "-P", "-c", PROBE], capture_output=True, text=True, timeout=60, check=True,

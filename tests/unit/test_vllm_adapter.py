@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ REGISTRY = """_MODELS = {
     "MistralForCausalLM": ("mistral", "MistralForCausalLM"),
     "GPT2LMHeadModel": ("gpt2", "GPT2LMHeadModel"),
 }"""
+
+
+REAL_ENVIRONMENT = vllm_check.environment
 
 
 @pytest.fixture(autouse=True)
@@ -233,6 +237,18 @@ def test_another_plugin_or_an_old_engine_is_refused(model: Path, monkeypatch: py
     monkeypatch.setattr(vllm_check, "environment", lambda *_: found | {"vllm": "0.9.2"})
     with pytest.raises(NotSupported, match="older than"):
         ENGINE.check(plan(model))
+
+
+def test_an_interpreter_that_is_missing_or_has_no_vllm_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotSupported, match="make it with: make engines"):
+        REAL_ENVIRONMENT(str(tmp_path / "python"))
+    with pytest.raises(NotSupported, match="vLLM is not installed"):
+        REAL_ENVIRONMENT(sys.executable)
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    with pytest.raises(NotSupported, match="does not work"):
+        REAL_ENVIRONMENT(str(broken))
 
 
 @pytest.mark.parametrize(
