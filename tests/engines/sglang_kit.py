@@ -11,6 +11,7 @@ from typing import Any
 
 import requests
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 from vllm_kit import CONSTANT, make_revealing_drafter, wait_for_acks
 
@@ -89,3 +90,35 @@ def capture(
         list(pool.map(lambda item: complete(url, item[1], max_tokens, sample_key=item[0]), texts.items()))
     acks = wait_for_acks(folder, set(texts))
     return {key: read_sample(folder, acks[key]["shard"], acks[key]["row_group"]) for key in texts}
+
+
+def make_plain_drafter(folder: Path, target: Path) -> None:
+    """An untrained drafter whose drafts are right now and then: the target's own head on its last captured state."""
+    config = json.loads((target / "config.json").read_text())
+    weights, width = load_file(target / "model.safetensors"), config["hidden_size"]
+    random = torch.Generator().manual_seed(0)
+
+    def noise(rows: int, columns: int) -> torch.Tensor:
+        return 0.02 * torch.randn(rows, columns, generator=random)
+
+    inner, layer = config["intermediate_size"], "midlayer."
+    tensors = {
+        "fc.weight": torch.cat([torch.zeros(width, 2 * width), torch.eye(width)], dim=1),
+        "norm.weight": weights["model.norm.weight"].clone(), "lm_head.weight": weights["lm_head.weight"].clone(),
+        **{f"{layer}{name}.weight": torch.ones(width)
+           for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        **{f"{layer}self_attn.{name}_proj.weight": noise(width, 2 * width) for name in "qkv"},
+        f"{layer}self_attn.o_proj.weight": noise(width, width),
+        f"{layer}mlp.gate_proj.weight": noise(inner, width), f"{layer}mlp.up_proj.weight": noise(inner, width),
+        f"{layer}mlp.down_proj.weight": noise(width, inner),
+    }
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ids = ENGINE.layer_ids("LlamaForCausalLM", config["num_hidden_layers"], (1, 2, 3))
+    made = {
+        **{name: value for name, value in config.items() if name != "architectures"},
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+        "draft_vocab_size": config["vocab_size"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
+    }
+    (folder / "config.json").write_text(json.dumps(made))
