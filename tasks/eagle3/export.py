@@ -135,12 +135,12 @@ def stored_shapes(folder: Path) -> dict[str, list[int]]:
         raise InputError(f"{file}: missing; drafters are read from one safetensors file, never from pickles")
     try:
         with safe_open(file, "pt") as tensors:
-            return {_spelling(name): list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            return {spelling(name): list(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file}: cannot be read ({error})") from error
 
 
-def _spelling(name: str) -> str:
+def spelling(name: str) -> str:
     return name.removeprefix("model.").replace("layers.0.", _LAYER, 1)
 
 
@@ -178,7 +178,7 @@ def _optional_shapes(config: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _check_mapping(folder: Path, config: Mapping[str, Any]) -> None:
-    stored = {_spelling(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    stored = {spelling(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     d2t = stored["d2t"]
     if d2t.dtype != torch.int64:
         raise ExportMismatch(f"{folder / WEIGHTS}: d2t is {d2t.dtype}, expected int64 offsets")
@@ -199,7 +199,7 @@ def load_drafter(folder: Path, target: Path) -> tuple[Drafter, Tensor, Tensor | 
     for field in ("norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "attention_bias"):
         if body.get(field) or (body.get("eagle_config") or {}).get(field):
             raise InputError(f"{folder}/config.json: {field} is set, a variant that replay cannot compute")
-    stored = {_spelling(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    stored = {spelling(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     draft = body.get("draft_vocab_size") or body["vocab_size"]
     d2t = stored.pop("d2t", torch.zeros(draft, dtype=torch.int64))
     embeddings = stored.pop("embed_tokens.weight", None)

@@ -1,0 +1,112 @@
+"""Hypotheses on responses: right template, right number of prompt tokens, the target's own text."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from tasks import reference
+from tasks.diagnosis.case import Case, spread
+from tasks.diagnosis.causes import Findings
+from tasks.errors import DrafthouseError
+from tasks.load.prompts import Prompt, read_prompts, render
+
+SAMPLES = 16
+EXCESS_NATS = 0.7  # mean NLL above the target's own entropy that no sampling from it gives over whole answers
+
+
+def check_responses(case: Case, findings: Findings) -> None:
+    """Template and mask of every response, likelihood of a sample of them."""
+    if not case.responses:
+        return
+    _check_rendering(case, findings)
+    _check_policy(case, findings)
+
+
+def _check_rendering(case: Case, findings: Findings) -> None:
+    rows = [r for r in case.responses if r["messages_json"]]
+    prompts = [Prompt(r["sample_key"], None, tuple(json.loads(r["messages_json"]))) for r in rows]
+    try:
+        rendered = {x.prompt.key: x.token_ids for x in render([p for p in prompts if p.messages], case.model, 1 << 30)}
+    except DrafthouseError as error:
+        findings.notes.append(f"responses are not rendered again: {error}")
+        rendered = {}
+    other, moved, first_other, first_moved = 0, 0, "", ""
+    for row in rows:
+        ids = rendered.get(row["sample_key"])
+        if ids is None:
+            continue
+        begins = list(row["token_ids"][: len(ids)]) == ids
+        if not begins:
+            other += 1
+            first_other = first_other or _difference(row["sample_key"], list(row["token_ids"]), ids)
+        elif row["prompt_tokens"] != len(ids):
+            moved += 1
+            first_moved = first_moved or (
+                f"sample {row['sample_key']}: {row['prompt_tokens']} prompt tokens recorded, "
+                f"the template gives {len(ids)}"
+            )
+    count = max(1, len(rendered))
+    findings.add("chat_template", _share(other / count), f"{other} of {count} prompts differ; {first_other}")
+    findings.add("loss_mask", _share(moved / count), f"{moved} of {count} responses begin elsewhere; {first_moved}")
+    empty = sum(r["prompt_tokens"] >= len(r["token_ids"]) for r in case.responses)
+    text = f"{empty} of {len(case.responses)} responses have no token that is trained on"
+    findings.add("loss_mask", _share(empty / len(case.responses)), text)
+    _check_heldout(case, findings)
+
+
+def _check_heldout(case: Case, findings: Findings) -> None:
+    """What the base arm was sent, against the same prompts rendered now."""
+    try:
+        prompts = read_prompts(case.campaign.prompts.heldout_file, case.campaign.prompts.heldout_samples)
+        ids = {x.prompt.key: x.token_ids for x in render(prompts, case.model, 1 << 30)}
+    except DrafthouseError as error:
+        findings.notes.append(f"held-out prompts are not rendered again: {error}")
+        return
+    known = [r for r in case.outputs if r["prompt_key"] in ids]
+    wrong = [r for r in known if list(r["prompt_token_ids"]) != ids[r["prompt_key"]]]
+    if wrong:
+        first = _difference(wrong[0]["prompt_key"], list(wrong[0]["prompt_token_ids"]), ids[wrong[0]["prompt_key"]])
+        findings.add("chat_template", _share(len(wrong) / len(known)), f"{len(wrong)} of {len(known)} served; {first}")
+
+
+def _difference(key: str, got: list[int], wanted: list[int]) -> str:
+    place = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
+    return f"{key}: from token {place} on {got[place : place + 4]} instead of {wanted[place : place + 4]}"
+
+
+def _share(share: float) -> float:
+    """A few of many are already a fault, since none may be: 5 % count as certain."""
+    return min(1.0, 0.5 + 10 * share) if share > 0 else 0.0
+
+
+def _check_policy(case: Case, findings: Findings) -> None:
+    """Text that was sampled from the target is about as unlikely as the target is unsure: NLL near its entropy."""
+    rows = spread([r for r in case.responses if 0 < r["prompt_tokens"] < len(r["token_ids"])], SAMPLES)
+    if not rows:
+        return
+    try:
+        last = reference.num_layers(case.model)
+        batch = reference.layer_states(case.model, [r["token_ids"] for r in rows], [last])
+        bad, total, sure = [], 0.0, 0.0
+        for row, states in zip(rows, batch, strict=True):
+            scores_TV = reference.logits(case.model, states[row["prompt_tokens"] - 1 : -1, 0]).log_softmax(-1)
+            chosen = torch.tensor(list(row["token_ids"][row["prompt_tokens"] :]))
+            nll_T = -scores_TV.gather(1, chosen[:, None])[:, 0]
+            entropy_T = -(scores_TV.exp() * scores_TV).sum(-1)
+            spread_T = ((scores_TV + entropy_T[:, None]).square() * scores_TV.exp()).sum(-1)
+            excess, noise = float((nll_T - entropy_T).mean()), float(spread_T.sum().sqrt()) / len(chosen)
+            total, sure = total + float(nll_T.mean()) / len(rows), sure + float(entropy_T.mean()) / len(rows)
+            if excess > max(EXCESS_NATS, 4 * noise):
+                bad.append(row["sample_key"])
+    except DrafthouseError as error:
+        findings.notes.append(f"responses are not scored: {error}")
+        return
+    # One answer of many may wander off by chance; a tenth of them may not.
+    if len(bad) / len(rows) > 0.1:
+        findings.add(
+            "garbage_responses", 0.5 + 0.5 * min(1.0, 2 * len(bad) / len(rows)),
+            f"{len(bad)} of {len(rows)} responses are far less likely than the target's own text would be: "
+            f"{total:.2f} nats per token where its entropy is {sure:.2f}; first {bad[0]}",
+        )
