@@ -55,13 +55,18 @@ class World:
 
 
 def greedy(model: Path, file: str, count: int, max_tokens: int) -> list[tuple[str | None, list[int], list[int]]]:
+    """Category, prompt and greedy answer of each prompt: one left-padded batch."""
     target = AutoModelForCausalLM.from_pretrained(model)
+    end, pad = target.config.eos_token_id, target.config.pad_token_id
+    prompts = render(read_prompts(PROMPTS / file, count), model, 256)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    ids = torch.tensor([[pad] * (longest - len(prompt.token_ids)) + prompt.token_ids for prompt in prompts])
+    with torch.no_grad():
+        texts = target.generate(ids, attention_mask=(ids != pad).long(), max_new_tokens=max_tokens, do_sample=False)
     answers = []
-    for prompt in render(read_prompts(PROMPTS / file, count), model, 256):
-        ids = torch.tensor([prompt.token_ids])
-        with torch.no_grad():
-            text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
-        answers.append((prompt.prompt.category, prompt.token_ids, text[0, ids.shape[1] :].tolist()))
+    for prompt, text in zip(prompts, texts[:, longest:].tolist(), strict=True):
+        answer = text[: text.index(end) + 1] if end in text else text
+        answers.append((prompt.prompt.category, prompt.token_ids, answer))
     return answers
 
 
