@@ -92,20 +92,22 @@ class Capture:
             if request is not None and prefix == request.drafthouse.captured:
                 rows.append((request, start, min(length, request.drafthouse.missing)))
             start += length
-        if not rows or self._writer is None:
+        if not rows:
             return
         if before_norm_TD is None or auxiliary is None or before_norm_TD.shape[0] < start:
             raise RuntimeError(
                 "drafthouse capture: the forward gave no hidden states for this batch; prefill must run eagerly "
                 "(no prefill CUDA graphs) and with whole hidden states on each rank"
             )
-        staged = Staged([*_split(auxiliary, len(self.points) - 1), before_norm_TD], input_ids)
+        states = [*_split(auxiliary, len(self.points) - 1), before_norm_TD]
+        staged = Staged(states, input_ids) if self._writer is not None else None
         for request, first, length in rows:
             progress: Progress = request.drafthouse
             progress.add(staged, first, length)
             if progress.missing == 0:
                 self._wanted.pop(request.rid, None)
-                self._writer.put(progress)
+                if self._writer is not None:
+                    self._writer.put(progress)
 
     def _on_final_norm(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         # Called as norm(x), or as norm(x, residual), which returns the sum of both beside the normed one.

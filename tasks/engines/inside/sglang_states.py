@@ -75,9 +75,10 @@ class Progress:
         """Prompt tokens without states."""
         return len(self.token_ids) - self.captured
 
-    def add(self, staged: Staged, start: int, length: int) -> None:
-        """The next `length` tokens are rows start.. of a batch."""
-        self.parts.append((staged, start, start + length))
+    def add(self, staged: Staged | None, start: int, length: int) -> None:
+        """The next `length` tokens are rows start.. of a batch; None on a rank that only keeps count."""
+        if staged is not None:
+            self.parts.append((staged, start, start + length))
         self.captured += length
 
     def restart(self) -> None:
