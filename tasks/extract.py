@@ -103,7 +103,8 @@ def _responses(responses: ResponsesRef, campaign: Campaign, store: Store) -> lis
 
 def _family(adapter: Engine, arm: Arm, points: tuple[int, ...], campaign: Campaign) -> str:
     """All that must be equal for states to be interchangeable, but for the fingerprint of the probe."""
-    plugin = adapter.versions(campaign.machine.environment_of(arm).python).get("plugin")
+    versions = adapter.versions(campaign.machine.environment_of(arm).python)
+    plugin = versions.get("plugin") or versions.get("drafthouse")
     target = weights_fingerprint(Path(campaign.target.model))
     return content_key("states-pool", target, arm.engine, plugin, list(points), campaign.target.dtype)
 

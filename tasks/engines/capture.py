@@ -9,7 +9,7 @@ from typing import Any
 
 from tasks.engines.ask import ask
 from tasks.engines.base import Engine
-from tasks.errors import CaptureLost
+from tasks.errors import CaptureLost, SettingsMismatch
 from tasks.store.captured import find_checked, record_checked, why_wrong
 from tasks.store.keys import content_key
 from tasks.store.states import read_acks
@@ -80,7 +80,13 @@ class Capture:
             key: self._adapter.completion_body(self._model, ids, 1, stream=False, sample_key=key)
             for key, ids in left.items()
         }
-        asked = ask(url, bodies, lambda key, answer: None, concurrency=self._concurrency)
+
+        def see(key: str, answer: dict[str, Any]) -> None:
+            got = self._adapter.parse_completion(answer).prompt_tokens  # raises what the plugin has to say
+            if got != len(left[key]):
+                raise SettingsMismatch(f"prompt_tokens: sent {len(left[key])} token ids, the server counted {got}")
+
+        asked = ask(url, bodies, see, concurrency=self._concurrency)
         self.sent += asked.sent
         log.info("extract: %s", asked)
         reasons.update(asked.unanswered)

@@ -15,7 +15,7 @@ from states_kit import LENGTHS, Servers, responses_of
 
 from tasks import reference
 from tasks.engines import ask as asking
-from tasks.errors import CaptureLost, ConfigError, InputError
+from tasks.errors import CaptureLost, ConfigError, InputError, SettingsMismatch
 from tasks.extract import extract
 from tasks.store.captured import captured, states_index
 from tasks.store.refs import ResponsesRef, StatesRef
@@ -182,6 +182,11 @@ def test_equal_texts_are_captured_once_and_indexed_twice(run: Run, store: Store)
     ref, servers = run(store, responses_of(store, (17, 17, 20)))
     assert ref.samples == 3
     assert servers.samples_asked == 2
+
+
+def test_a_server_that_changes_prompts_is_refused(run: Run, store: Store) -> None:
+    with pytest.raises(SettingsMismatch, match=r"sent \d+ token ids, the server counted"):
+        run(store, fault="second BOS")
 
 
 @pytest.mark.parametrize("changes", [{"target__dtype": "bfloat16"}, {"drafter__points": [0, 2, 3]}])
