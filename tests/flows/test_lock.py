@@ -36,8 +36,10 @@ class Holder:
 
     def held_at(self, timeout_s: float) -> float:
         """Time at which it got the lock."""
-        until(lambda: "held " in self.text(), timeout_s, f"lock; {self.text()[-1500:]}")
-        return float(next(line for line in self.text().splitlines() if line.startswith("held ")).split()[1])
+        def times() -> list[str]:
+            return [line.split()[1] for line in self.text().splitlines() if line.startswith("held ")]
+
+        return float(until(times, timeout_s, f"lock; {self.text()[-1500:]}")[0])
 
 
 @contextmanager

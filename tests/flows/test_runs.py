@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def test_a_failed_run_that_is_retried_does_only_what_is_left(prefect: PrefectSta
 
     small.broken.unlink()
     prefect.retry(run)
-    time.sleep(1)
+    until(lambda: prefect.run(run).run_count > 1, 60, "the retry to start")
     done = prefect.finish(run)
     assert done.state and done.state.type is StateType.COMPLETED, prefect.logs(run)
     assert small.generated() == before[1] and small.extracted() == before[2]
@@ -57,7 +56,7 @@ def test_a_cancelled_run_stops_its_server_and_continues_when_retried(prefect: Pr
     until(lambda: not list((prefect.folder / "state" / "drafthouse").glob("lease-*")), 20, "lease gone with its server")
     small.file.write_text(small.file.read_text().replace("'0.2'", "'0.0'"))
     prefect.retry(run)
-    time.sleep(1)
+    until(lambda: prefect.run(run).run_count > 1, 60, "the retry to start")
     done = prefect.finish(run)
     assert done.state and done.state.type is StateType.COMPLETED, prefect.logs(run)
 
