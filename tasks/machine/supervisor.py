@@ -102,8 +102,12 @@ class Supervisor:
             self._say(f"cannot start {self.spec.argv[0]}: {error.strerror or error}")
             path.unlink(missing_ok=True)
             return EXIT_NOT_STARTED
-        self._watch(engine)
-        survivors = stop(self._group, self.spec.grace_s, sleep=self._sleep)
+        try:
+            self._watch(engine)
+        finally:  # whatever happens here, the server does not outlive its supervisor
+            # A server that ended by itself has no work left that its orphans could finish.
+            grace_s = self.spec.grace_s if self.exit_code is None else min(self.spec.grace_s, 1.0)
+            survivors = stop(self._group, grace_s, sleep=self._sleep)
         self._reap()
         engine.returncode = self.exit_code if self.exit_code is not None else -signal.SIGKILL
         for process in survivors:
@@ -191,7 +195,13 @@ class Supervisor:
         self.lease.locks = sorted(set(self.lease.locks) | held.locks)
         self.lease.ports = sorted(set(self.lease.ports) | held.ports)
         if json.dumps(self.lease.to_json()) != before:
+            self._write_lease()
+
+    def _write_lease(self) -> None:
+        try:
             write_lease(self.lease, self.folder)
+        except OSError as error:  # a full disk must not end the watch over a running server
+            self._say(f"cannot write the lease ({error.strerror or error})")
 
     def _remove_leftovers(self) -> bool:
         """Remove recorded segments and lock files that nobody holds; True if no record has to stay."""
@@ -206,12 +216,13 @@ class Supervisor:
         self.lease.segments = [f for f in self.lease.segments if f in left]
         self.lease.locks = [f for f in self.lease.locks if f in left]
         if left:
-            write_lease(self.lease, self.folder)
+            self._write_lease()
         return not left
 
     def _say(self, text: str) -> None:
-        self.log.write(f"drafthouse supervisor: {text}\n")
-        self.log.flush()
+        with contextlib.suppress(OSError):  # the disk may be full
+            self.log.write(f"drafthouse supervisor: {text}\n")
+            self.log.flush()
 
 
 def launch(spec: Spec) -> subprocess.Popen[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from faults_kit import Doomed, FakeEngine, campaign_with, is_gone, marked, wait_
 from tasks.config import Arm, Campaign
 from tasks.engines.base import Observed
 from tasks.errors import LaunchFailed, MachineError, PortTaken, ServerLost, SettingsMismatch
-from tasks.machine.leases import HostLock, read_leases
+from tasks.machine.leases import HostLock, Lease, read_leases
 from tasks.serve import Server, serving
 from tasks.store.tables import Store
 
@@ -84,6 +85,33 @@ def test_an_early_exit_fails_at_once_with_its_code_and_last_log_lines(
     assert time.monotonic() - started < campaign.machine.ready_timeout_s / 2
     assert "exited with code 3 while loading" in str(failure.value)
     assert "CUDA error: something went wrong" in str(failure.value)
+
+
+def test_an_early_exit_is_told_at_once_though_its_children_ignore_sigterm(
+    fake_engine: FakeEngine, tmp_path: Path, arm: Arm, store: Store
+) -> None:
+    fake_engine.arguments = ("--health-after", "600", "--exit-after", "0.5", "--children", "2")
+    campaign = campaign_with(tmp_path, stop_grace_s=60, ready_timeout_s=50)
+    started = time.monotonic()
+    early = pytest.raises(LaunchFailed, match="code 1 while")
+    with serving(campaign, arm, store, before_start=nothing) as server, early:
+        server.url()
+    assert time.monotonic() - started < 30
+
+
+def test_a_supervisor_that_cannot_write_its_lease_still_stops_its_server(
+    fake_engine: FakeEngine, campaign: Campaign, arm: Arm, store: Store, state_home: Path
+) -> None:
+    fake_engine.arguments = ("--children", "1")
+    with serving(campaign, arm, store, before_start=nothing) as server:
+        server.url()
+        lease_id = _lease_id(server)
+        wait_until(lambda: len(_lease_of(server).members) == 2, "both processes are in the lease")
+        shutil.rmtree(state_home)
+        os.kill(marked(lease_id)[-1], signal.SIGKILL)  # a change that the supervisor would write down
+        wait_until(lambda: "cannot write the lease" in server.log.read_text(), "the supervisor noticed")
+        assert requests.get(server.url() + "/health", timeout=5).status_code == 200
+    assert marked(lease_id) == []
 
 
 def test_a_dead_server_is_never_handed_out_and_the_next_call_starts_a_new_one(
@@ -220,8 +248,12 @@ def _lease_id(server: Server) -> str:
     return server._running.lease_id
 
 
-def _lease_pid(server: Server) -> int:
+def _lease_of(server: Server) -> Lease:
     assert server._running is not None
     lease = server._running.lease()
     assert lease is not None
-    return lease.engine.pid
+    return lease
+
+
+def _lease_pid(server: Server) -> int:
+    return _lease_of(server).engine.pid
