@@ -118,7 +118,8 @@ def _wanted(rows: list[Row], family: str, fingerprint: str) -> dict[str, list[in
 
 def _probe_ids(campaign: Campaign) -> list[int]:
     prompt = Prompt("probe", None, ({"role": "user", "content": _PROBE},))
-    ids: list[int] = render([prompt], campaign.target.model, 1 << 20)[0].token_ids
+    trusted = campaign.target.trust_remote_code
+    ids: list[int] = render([prompt], campaign.target.model, 1 << 20, trust_remote_code=trusted)[0].token_ids
     return ids[: campaign.target.max_model_len - 1]
 
 

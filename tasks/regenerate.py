@@ -17,11 +17,11 @@ import torch
 
 from tasks import reference
 from tasks.config import Campaign
-from tasks.engines.ask import ask
-from tasks.engines.base import Engine, RunningServer
+from tasks.engines.ask import answer_to, ask
+from tasks.engines.base import RunningServer
 from tasks.engines.registry import engine
-from tasks.errors import ConfigError, EngineError, InputError, OffPolicy, SettingsMismatch
-from tasks.load.prompts import RenderedPrompt, read_prompts, render
+from tasks.errors import ConfigError, EngineError, InputError, OffPolicy
+from tasks.load.prompts import read_prompts, render
 from tasks.store.keys import content_key, sample_key, template_fingerprint, weights_fingerprint
 from tasks.store.parts import PartWriter, set_aside
 from tasks.store.refs import ResponsesRef
@@ -56,8 +56,7 @@ def regenerate(
     rows = [made[key] for key in wanted if made[key]["token_ids"][made[key]["prompt_tokens"] :]]
     if not rows:
         raise OffPolicy("responses: every answer is empty; does the chat template end with the assistant's header?")
-    if len(rows) < len(wanted):
-        log.info("responses: %d of %d answers are empty and left out", len(wanted) - len(rows), len(wanted))
+    log.info("responses: %d of %d answers are empty and left out", len(wanted) - len(rows), len(wanted))
     key = content_key("responses", pool_key, [row["sample_key"] for row in rows])
     if store.manifest("responses", key) is None:
         _check_policy(rows, campaign, pool)
@@ -73,30 +72,26 @@ def _wanted(campaign: Campaign) -> tuple[str, dict[str, Row]]:
     model, sampling = Path(campaign.target.model), campaign.sampling
     target, template = weights_fingerprint(model), template_fingerprint(model)
     how = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    prompts = read_prompts(Path(campaign.prompts.train_file), campaign.prompts.train_samples)
+    prompts, trusted = campaign.prompts, campaign.target.trust_remote_code
     wanted: dict[str, Row] = {}
     no_room = 0
-    for rendered in render(prompts, model, campaign.prompts.max_prompt_tokens):
+    read = read_prompts(Path(prompts.train_file), prompts.train_samples)
+    for rendered in render(read, model, prompts.max_prompt_tokens, trust_remote_code=trusted):
         # Extraction sends prompt and response and lets the engine add one token, so that must fit too.
         limit = min(sampling.max_tokens, campaign.target.max_model_len - 1 - len(rendered.token_ids))
         no_room += limit < 2
+        prompt = rendered.prompt
         for draw in range(sampling.draws if limit >= 2 else 0):
-            key = sample_key(rendered.prompt.key, draw, target, template, {**how, "max_tokens": limit})
-            wanted[key] = _row(key, draw, rendered) | {"max_tokens": limit}
-    if no_room:
-        log.info("prompts: %d leave no room for a response in target.max_model_len and are dropped", no_room)
+            key = sample_key(prompt.key, draw, target, template, {**how, "max_tokens": limit})
+            wanted[key] = {
+                "sample_key": key, "draw": draw, "prompt_key": prompt.key, "category": prompt.category,
+                "messages_json": json.dumps(list(prompt.messages), ensure_ascii=False), "max_tokens": limit,
+                "token_ids": rendered.token_ids, "prompt_tokens": len(rendered.token_ids),
+            }
+    log.info("prompts: %d leave no room for a response in target.max_model_len and are dropped", no_room)
     if not wanted:
-        raise InputError(f"{campaign.prompts.train_file}: no prompt leaves room to answer; raise target.max_model_len")
+        raise InputError(f"{prompts.train_file}: no prompt leaves room to answer; raise target.max_model_len")
     return content_key("responses-pool", target, template, how), wanted
-
-
-def _row(key: str, draw: int, rendered: RenderedPrompt) -> Row:
-    prompt = rendered.prompt
-    return {
-        "sample_key": key, "draw": draw, "prompt_key": prompt.key, "category": prompt.category,
-        "messages_json": json.dumps(list(prompt.messages), ensure_ascii=False),
-        "token_ids": rendered.token_ids, "prompt_tokens": len(rendered.token_ids),
-    }
 
 
 def _in_pool(pool: Path, wanted: dict[str, Row]) -> dict[str, Row]:
@@ -119,7 +114,11 @@ def _generate(
     }
 
     def keep(key: str, answer: dict[str, Any]) -> None:
-        parts.add(waiting[key] | _answered(adapter, answer, waiting[key]["token_ids"]) | {"reused_from": store.run_id})
+        prompt_ids = waiting[key]["token_ids"]
+        got = answer_to(adapter, prompt_ids, answer)
+        nll = -sum(got.logprobs) / len(got.logprobs) if got.logprobs else None
+        made = {"token_ids": prompt_ids + got.token_ids, "finish_reason": got.finish_reason, "nll_per_token": nll}
+        parts.add(waiting[key] | made | {"reused_from": store.run_id})
         if report:
             report(parts.added)
 
@@ -127,24 +126,10 @@ def _generate(
     store.count("regenerate", requests=asked.sent)
     log.info("regenerate: %s", asked)
     if asked.unanswered:
-        reason = next(iter(asked.unanswered.values()))
         raise EngineError(
-            f"regenerate: {len(asked.unanswered)} of {len(bodies)} prompts got no answer ({asked}; first: {reason}); "
-            "what was answered is kept, a rerun asks for the rest"
+            f"regenerate: {len(asked.unanswered)} of {len(bodies)} prompts got no answer ({asked}; first: "
+            f"{next(iter(asked.unanswered.values()))}); what was answered is kept, a rerun asks for the rest"
         )
-
-
-def _answered(adapter: Engine, answer: dict[str, Any], prompt_ids: list[int]) -> Row:
-    got = adapter.parse_completion(answer)
-    if got.prompt_tokens != len(prompt_ids):
-        raise SettingsMismatch(
-            f"prompt_tokens: sent {len(prompt_ids)} token ids, the server counted {got.prompt_tokens}; "
-            "it changes prompts (a second BOS?), so its answers belong to other prompts"
-        )
-    if got.logprobs and len(got.logprobs) != len(got.token_ids):
-        raise SettingsMismatch(f"logprobs: {len(got.logprobs)} for {len(got.token_ids)} tokens; which token is which?")
-    nll = -sum(got.logprobs) / len(got.logprobs) if got.logprobs else None
-    return {"token_ids": prompt_ids + got.token_ids, "finish_reason": got.finish_reason, "nll_per_token": nll}
 
 
 def _check_policy(rows: list[Row], campaign: Campaign, pool: Path) -> None:
@@ -158,11 +143,11 @@ def _check_policy(rows: list[Row], campaign: Campaign, pool: Path) -> None:
         told = [(r["nll_per_token"], len(r["token_ids"]) - r["prompt_tokens"]) for r in of_run]
         if tokens := sum(n for nll, n in told if nll is not None):
             found["the server"] = sum(nll * n for nll, n in told if nll is not None) / tokens
-        log.info("responses of run %s: NLL per token %s", run, {who: round(nll, 3) for who, nll in found.items()})
         for who, nll in found.items():
+            log.info("responses of run %s: %.3f nats per token by %s", run, nll, who)
             if not nll <= limit:  # also when it is not a number
                 raise OffPolicy(
                     f"responses of run {run}: mean NLL per token {nll:.2f} by {who}, at most {limit:g} "
-                    f"(thresholds.max_nll_per_token): not the target's own text; its {set_aside(pool, run)} parts "
-                    f"are set aside in {pool / 'rejected'}, mend the engine's sampling and rerun"
+                    f"(thresholds.max_nll_per_token): not the target's own text; {set_aside(pool, run)} parts are set "
+                    f"aside in {pool / 'rejected'}: mend the engine's sampling and rerun"
                 )

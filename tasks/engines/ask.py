@@ -10,7 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from tasks.errors import EngineError, ServerLost
+from tasks.engines.base import Completion, Engine
+from tasks.errors import EngineError, ServerLost, SettingsMismatch
 
 _FIRST_PAUSE_S = 0.25
 _SHOWN = 300
@@ -41,6 +42,19 @@ def ask(
     asked = Asked()
     asyncio.run(_ask_all(asked, url, bodies, on_answer, concurrency, attempts, timeout_s))
     return asked
+
+
+def answer_to(adapter: Engine, token_ids: list[int], answer: dict[str, Any]) -> Completion:
+    """The parsed answer; raises SettingsMismatch if the server saw another prompt than these token ids."""
+    got = adapter.parse_completion(answer)
+    if got.prompt_tokens != len(token_ids):
+        raise SettingsMismatch(
+            f"prompt_tokens: sent {len(token_ids)} token ids, the server counted {got.prompt_tokens}; it changes "
+            "prompts (a second BOS?), so its answers belong to other prompts"
+        )
+    if got.logprobs and len(got.logprobs) != len(got.token_ids):
+        raise SettingsMismatch(f"logprobs: {len(got.logprobs)} for {len(got.token_ids)} tokens; which is whose?")
+    return got
 
 
 async def _ask_all(

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tasks.engines.ask import ask
+from tasks.engines.ask import answer_to, ask
 from tasks.engines.base import Engine
-from tasks.errors import CaptureLost, SettingsMismatch
+from tasks.errors import CaptureLost
 from tasks.store.captured import find_checked, record_checked, why_wrong
 from tasks.store.keys import content_key
 from tasks.store.states import read_acks
@@ -82,9 +82,7 @@ class Capture:
         }
 
         def see(key: str, answer: dict[str, Any]) -> None:
-            got = self._adapter.parse_completion(answer).prompt_tokens  # raises what the plugin has to say
-            if got != len(left[key]):
-                raise SettingsMismatch(f"prompt_tokens: sent {len(left[key])} token ids, the server counted {got}")
+            answer_to(self._adapter, left[key], answer)  # raises what the plugin has to say
 
         asked = ask(url, bodies, see, concurrency=self._concurrency)
         self.sent += asked.sent

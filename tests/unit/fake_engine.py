@@ -9,7 +9,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -168,10 +168,11 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             payload = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(payload)))
-            self.end_headers()
-            self.wfile.write(payload)
+            with suppress(ConnectionError):  # a client that was cancelled
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
 
         def log_message(self, *_: object) -> None: ...
 
