@@ -81,7 +81,8 @@ def token_nlls(
         return response_nlls(model_dir, [(token_ids, prompt_tokens)], threads=threads, streamed=streamed)[0]
     scores_TV = logits(model_dir, states_TD[prompt_tokens - 1 : -1], threads=threads, streamed=streamed)
     chosen = torch.tensor(list(token_ids[prompt_tokens:]))
-    return nn.functional.cross_entropy(scores_TV, chosen, reduction="none")
+    nlls: Tensor = nn.functional.cross_entropy(scores_TV, chosen, reduction="none")
+    return nlls
 
 
 def nll_per_token(
@@ -118,7 +119,8 @@ def top2_margin(
 def token_errors(states_TPD: Tensor, expected_TPD: Tensor) -> Tensor:
     """Relative error |a - b| / |b| of each token at each point: [tokens, points], in fp32."""
     difference = (states_TPD.float() - expected_TPD.float()).norm(dim=-1)
-    return difference / expected_TPD.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    errors: Tensor = difference / expected_TPD.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return errors
 
 
 def num_layers(model_dir: Path | str) -> int:
