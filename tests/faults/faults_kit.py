@@ -72,7 +72,7 @@ def campaign_with(tmp_path: Path, **machine: Any) -> Campaign:
         {
             "name": "faults",
             "target": {"model": str(tmp_path)},
-            "machine": {"stop_grace_s": 0.5, "ready_timeout_s": 20, **machine},
+            "machine": {"stop_grace_s": 0.5, "ready_timeout_s": 60, **machine},
             "arms": [{"name": "base", "engine": "stub", "role": "base"}],
             "workloads": [{"name": "w"}],
             "prompts": {"train_file": "a", "heldout_file": "b"},
@@ -80,7 +80,7 @@ def campaign_with(tmp_path: Path, **machine: Any) -> Campaign:
     )
 
 
-def wait_until(true: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(true: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline, f"never happened: {what}"

@@ -39,7 +39,7 @@ def orphan(tmp_path: Path, segment: str, doomed: list[Doomed]) -> Lease:
     doomed += [flow, *marked(lease.lease_id)]
     os.kill(lease.supervisor.pid, signal.SIGKILL)
     os.kill(flow.pid, signal.SIGKILL)
-    flow.communicate(timeout=20)
+    flow.communicate(timeout=60)
     wait_until(lambda: is_gone(lease.supervisor.pid), "the supervisor is gone")
     found = read_leases(state_dir())[0].lease
     assert found is not None
@@ -193,7 +193,7 @@ def test_a_server_whose_flow_lives_is_kept(
     assert [(r.what, r.action) for r in swept.rows if r.kind == "lease"] == [(lease.lease_id, "kept")]
     assert Path("/dev/shm", segment_name).exists()
     flow.kill()
-    flow.communicate(timeout=20)
+    flow.communicate(timeout=60)
     clean_host(grace_s=2)  # its supervisor is at work: clean waits for it
     assert marked(lease.lease_id) == []
 
@@ -207,7 +207,7 @@ def test_a_hung_supervisor_is_replaced(
     doomed += [flow, *marked(lease.lease_id)]
     os.kill(lease.supervisor.pid, signal.SIGSTOP)
     flow.kill()
-    flow.communicate(timeout=20)
+    flow.communicate(timeout=60)
     monkeypatch.setattr("tasks.machine.sweep.ENDING_WAIT_S", 0.5)
     clean_host(grace_s=0.2)
     assert is_gone(lease.supervisor.pid)
