@@ -51,3 +51,17 @@ class StubCampaign:
     def measured(self) -> int:
         """Streamed requests, warm-up included."""
         return sum(line["stream"] for line in self.answered())
+
+
+class RealCampaign(StubCampaign):
+    """The same small campaign on the real vLLM; it keeps no journal, so only tables and files tell what was done."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        data = yaml.safe_load(self.file.read_text())
+        for arm in data["arms"]:
+            arm |= {"engine": "vllm", "tuning": arm["tuning"] | {"extra_args": [], "kv_cache_gib": 1}}
+            if arm["speculative"]:
+                arm["speculative"] |= {"extracted_on": "vllm"}
+        data["machine"]["ready_timeout_s"] = 600
+        self.file.write_text(yaml.safe_dump(data))

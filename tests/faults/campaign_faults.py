@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import psutil
 import pyarrow.parquet as pq
 from prefect.client.schemas.objects import StateType
 from prefect_kit import PrefectStack, until
-from stub_campaign import StubCampaign
+from stub_campaign import RealCampaign, StubCampaign
 
 from tasks.machine.leases import read_leases
 from tasks.machine.processes import RUN_MARKER, processes
@@ -60,6 +59,7 @@ class Outcome:
 
     fault: Fault
     share: float
+    struck: bool = False
     states: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -87,9 +87,9 @@ class Decoys:
 class FaultRun:
     """One campaign through a real server and worker, with one fault."""
 
-    def __init__(self, stack: PrefectStack, folder: Path) -> None:
+    def __init__(self, stack: PrefectStack, folder: Path, engine: str) -> None:
         self.stack, self.folder = stack, folder
-        self.campaign = StubCampaign(folder, step_s=STEP_S)
+        self.campaign = StubCampaign(folder, step_s=STEP_S) if engine == "stub" else RealCampaign(folder)
         self.root = folder / "store"
         self.state = stack.folder / "state" / "drafthouse"
 
@@ -104,21 +104,26 @@ class FaultRun:
             return next(iter(Store(self.root, "reader").read("runs").to_pylist()), None)
         return None
 
-    def strike(self, run: UUID, fault: Fault) -> None:
-        """Do what the fault says; harmless if the run has ended."""
-        row = self._row()
+    def strike(self, run: UUID, fault: Fault) -> bool:
+        """Do what the fault says; False if the run had ended before there was something to hit."""
+        row, lease = self._row(), None
         assert row is not None
         flow = json.loads(row["machine_json"])["pid"]
+        needs_server = fault in (Fault.kill_engine, Fault.kill_flow_and_supervisor)
+        while row["state"] == "running" and needs_server and lease is None:
+            time.sleep(0.05)
+            row = self._row() or row
+            lease = next((f.lease for f in read_leases(self.state) if f.lease and f.lease.engine.start_ticks), None)
         if row["state"] != "running":
-            return
-        lease = next((f.lease for f in read_leases(self.state) if f.lease), None)
+            return False
         if fault is Fault.kill_flow:
             _signal(flow, signal.SIGKILL)
         elif fault is Fault.kill_flow_and_supervisor:
-            if lease:
-                _signal(lease.supervisor.pid, signal.SIGKILL)
+            assert lease is not None
+            _signal(lease.supervisor.pid, signal.SIGKILL)
             _signal(flow, signal.SIGKILL)
-        elif fault is Fault.kill_engine and lease:
+        elif fault is Fault.kill_engine:
+            assert lease is not None
             _signal(lease.engine.pid, signal.SIGKILL)
         elif fault is Fault.cancel:
             self.stack.cancel(run)
@@ -135,12 +140,13 @@ class FaultRun:
             self.stack.stop("worker", signal.SIGKILL)
             _signal(flow, signal.SIGKILL)
             self.stack.start_worker()
+        return True
 
     def to_completion(self, run: UUID, outcome: Outcome) -> Finished | None:
         """Wait for the end and retry, as a person would in the UI, until the run completes."""
         finished = None
         for attempt in range(1, RETRIES + 2):
-            state = self.stack.finish(run, 240).state
+            state = self.stack.finish(run, 900).state
             assert state is not None
             outcome.states.append(f"{state.name}")
             finished = finished or self.finished()
@@ -204,9 +210,6 @@ class FaultRun:
         found = [f"process {p.pid} of run {p.run} ({RUN_MARKER})" for p in ours if p.pid != os.getpid()]
         return found + [f"lease {lease.path.name}" for lease in read_leases(self.state)]
 
-    def close(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def _step(row: dict[str, Any]) -> int:
     return int(row["step"])
@@ -225,9 +228,9 @@ class Reference:
     results: dict[str, Any]
 
 
-def undisturbed(stack: PrefectStack, folder: Path) -> Reference:
+def undisturbed(stack: PrefectStack, folder: Path, engine: str = "stub") -> Reference:
     """Run the campaign once without a fault."""
-    run = FaultRun(stack, folder)
+    run = FaultRun(stack, folder, engine)
     outcome = Outcome(Fault.cancel, 1.0)
     run.to_completion(run.start(), outcome)
     assert outcome.states == ["Completed"], outcome
@@ -236,15 +239,17 @@ def undisturbed(stack: PrefectStack, folder: Path) -> Reference:
     return Reference((row["finished_at"] - row["started_at"]).total_seconds(), run.results())
 
 
-def suffer(stack: PrefectStack, folder: Path, fault: Fault, share: float, reference: Reference) -> Outcome:
+def suffer(
+    stack: PrefectStack, folder: Path, fault: Fault, share: float, reference: Reference, engine: str = "stub"
+) -> Outcome:
     """One campaign with `fault` after `share` of an undisturbed run's time; retried until it completes."""
     begun = time.monotonic()
     outcome, decoys = Outcome(fault, share), Decoys()
-    run = FaultRun(stack, folder)
+    run = FaultRun(stack, folder, engine)
     try:
         flow_run = run.start()
         time.sleep(share * reference.seconds)
-        run.strike(flow_run, fault)
+        outcome.struck = run.strike(flow_run, fault)
         finished = run.to_completion(flow_run, outcome)
         if finished:
             outcome.problems += run.done_twice(finished)
