@@ -46,7 +46,11 @@ def extraction(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     model: Target = make_target(place / "llama", constant=False)
     if request.param == "mla":
         model = make_mla_target(place / "mla", place / "llama", constant=False)
-    tuning = {"chunked_prefill_size": CHUNK, "kv_tokens": KV_TOKENS, "max_running_requests": 24}
+    # Careless admission: the cache overflows under load, and requests are taken back.
+    careless = ["--schedule-conservativeness", "0.01"]
+    tuning = {
+        "chunked_prefill_size": CHUNK, "kv_tokens": KV_TOKENS, "max_running_requests": 24, "extra_args": careless,
+    }
     whole = campaign(place / request.param, {"role": "extraction", "tuning": tuning}, points)
     arm = whole.arms_of(Role.extraction)[0]
     pool = place / "pool"
@@ -91,7 +95,7 @@ def test_all_texts_in_one_batch_and_in_reverse_order(extraction: Extraction) -> 
 
 def test_sixteen_at_once_with_prompts_longer_than_four_chunks(extraction: Extraction) -> None:
     """The first prompts decode while later ones are prefilled, so that batches of both kinds alternate."""
-    assert_states_are_transformers(extraction, texts("many", (300, 5, 270, 64) * 8), at_once=16, max_tokens=8)
+    assert_states_are_transformers(extraction, texts("many", (300, 5, 270, 64) * 5), at_once=16, max_tokens=8)
 
 
 def test_the_same_prompt_twice_and_a_shared_prefix(extraction: Extraction) -> None:

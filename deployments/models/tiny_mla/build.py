@@ -23,6 +23,12 @@ TOKENIZER = Path(__file__).resolve().parent.parent / "tiny_llama" / "model"
 FOR_SGLANG = {
     "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "ep_size": 1, "rope_theta": 10000.0
 }
+# The wrapper has to name a vision tower; its weights are absent, since no image is ever sent.
+VISION = {
+    "hidden_size": 32, "vt_hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
+    "patch_size": 14, "init_pos_emb_height": 4, "init_pos_emb_width": 4, "init_pos_emb_time": 4,
+    "merge_kernel_size": [2, 2],
+}
 
 
 def build(
@@ -66,7 +72,8 @@ def _nest(out: Path) -> None:
     text["architectures"] = ["DeepseekV3ForCausalLM"]
     wrapper = {
         "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "dtype": text["dtype"],
-        "text_config": text, "tie_word_embeddings": False,
+        "text_config": text, "vision_config": VISION | {"text_hidden_size": text["hidden_size"]},
+        "tie_word_embeddings": False,
         "bos_token_id": text["bos_token_id"], "eos_token_id": text["eos_token_id"],
         "pad_token_id": text["pad_token_id"],
     }

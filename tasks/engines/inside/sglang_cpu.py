@@ -49,6 +49,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return sglang_chain.window_slots
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
+        # Wrappers such as Kimi-K2.5 are served for their text: image processors need what a CPU folder lacks.
+        server_args.enable_multimodal = False
         topk = getattr(server_args, "speculative_eagle_topk", None)
         if topk is not None and topk > 1:
             raise ValueError(
