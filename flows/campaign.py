@@ -1,5 +1,6 @@
 """The campaign: serve, measure, extract, align, train, replay, and measure speculation.
 
+    doctor
     clean → serve (base arm) → benchmark ─┬→ next arm
                                           └ regenerate (on the running base arm)
     clean → serve (extraction arm) → extract → align → train
@@ -23,7 +24,8 @@ from flows.runs import Run, recorded
 from tasks.align import align
 from tasks.benchmark import benchmark
 from tasks.clean import clean
-from tasks.config import Arm, Campaign, EngineName, Role
+from tasks.config import Arm, Campaign, EngineName, Role, WorkloadKind
+from tasks.doctor import doctor, require_fit
 from tasks.extract import extract
 from tasks.regenerate import regenerate
 from tasks.replay import replay
@@ -53,12 +55,18 @@ def campaign(config: Campaign | str, store: str = "store", overrides: Sequence[s
     config = chosen_campaign(config, overrides)
     run_id = run_id_of(config)
     with only_campaign_on_host(config, run_id), recorded(config, Store(Path(store), run_id)) as run:
+        run.step("doctor", "", partial(examine_host, config, run.store))
         baselines, responses = measure_base_arms(run)
         drafters = train_drafters(run, responses)
         measure_speculation(run, baselines, drafters)
         run.step("report", "", partial(write_report, store=run.store))
         publish_results(run.store)
     return run.store.run_id
+
+
+def examine_host(config: Campaign, store: Store) -> None:
+    """Stop before anything is loaded if this host or these settings are known to fail."""
+    require_fit(doctor(config, store.root))
 
 
 Baselines = dict[tuple[EngineName, str], BenchmarkRef]
@@ -101,11 +109,12 @@ def measure_speculation(run: Run, baselines: Baselines, drafters: dict[EngineNam
     """Replay each drafter offline, then serve it and measure it against the base arm's outputs."""
     for arm in run.config.arms_of(Role.speculative):
         assert arm.speculative is not None, "the config refuses speculative arms without it"
-        drafter = drafters[arm.speculative.extracted_on]
+        drafter = drafters[arm.speculative.extracted_on] if arm.speculative.drafter == "own" else None
         for workload in run.config.workloads:
-            predict = partial(replay, arm=arm, campaign=run.config, store=run.store)
-            baseline = baselines[arm.engine, workload.name]
-            run.step("replay", f"{arm.name} {workload.name}", predict, drafter=drafter, baseline=baseline)
+            if drafter is not None and workload.kind is WorkloadKind.prompts:
+                predict = partial(replay, arm=arm, campaign=run.config, store=run.store)
+                baseline = baselines[arm.engine, workload.name]
+                run.step("replay", f"{arm.name} {workload.name}", predict, drafter=drafter, baseline=baseline)
         with server_of(run, arm, drafter=drafter) as server:
             for workload in run.config.workloads:
                 measure = partial(benchmark, server, workload, run.config, run.store)
@@ -125,6 +134,6 @@ def server_of(
 
     with serving(
         run.config, arm, run.store, before_start=tidy, capture_dir=capture_dir, drafter_dir=drafter_dir,
-        progress=run.progress.loading(arm.name),
+        progress=run.progress.loading(arm.name), start_as=partial(run.step, "serve", arm.name),
     ) as server, run.logs_of(server):
         yield server

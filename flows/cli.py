@@ -6,46 +6,21 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from flows import cli_tools
 from flows.local_server import prefect_server
-from tasks.config import Campaign, load_campaign
-from tasks.errors import ConfigError, DrafthouseError
+from flows.shell import AsJson, ConfigFile, Overrides, RunId, StoreDir, one_line_errors, out
+from tasks.campaign_file import load_campaign
+from tasks.config import Campaign
+from tasks.errors import DrafthouseError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-out = Console()
-err = Console(stderr=True)
-F = TypeVar("F", bound=Callable[..., Any])
-
-ConfigFile = Annotated[Path, typer.Argument(help="Campaign file (YAML).")]
-RunId = Annotated[str, typer.Argument(help="Run id, or `last`.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a field: a.b=c (repeatable).")]
-StoreDir = Annotated[Path, typer.Option("--store", envvar="DRAFTHOUSE_STORE", help="Folder of tables and artifacts.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output and nothing else.")]
+app.add_typer(cli_tools.app)
 DEFAULT_STORE = Path("store")
-
-
-def one_line_errors(command: F) -> F:
-    """Errors that we raise on purpose become one line and exit code 1; others keep their traceback."""
-
-    @wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return command(*args, **kwargs)
-        except DrafthouseError as error:
-            err.print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            err.print("stopped; run the same command again to continue where it stopped")
-            raise typer.Exit(130) from None
-
-    return guarded  # type: ignore[return-value]
 
 
 @app.command()
@@ -57,7 +32,7 @@ def run(
     """Run a campaign to its report."""
     parsed = load_campaign(config, overrides)
     if dry_run:
-        show_plan(parsed, as_json)
+        show_plan(parsed, store, as_json)
         return
     begun = time.monotonic()
     with prefect_server():
@@ -80,8 +55,18 @@ def expected_errors_in_one_line() -> None:
         logging.getLogger(name).addFilter(without_traceback)
 
 
-def show_plan(config: Campaign, as_json: bool) -> None:
-    raise ConfigError(f"{config.name}: --dry-run is not there yet")
+def show_plan(config: Campaign, store: Path, as_json: bool) -> None:
+    """Every command line and environment, the loads, and estimates of disk, time and memory."""
+    from tasks.dry_run import lines, render
+
+    plan = render(config, store)
+    if as_json:
+        sys.stdout.write(json.dumps(plan.to_json(), default=str, indent=1) + "\n")
+    else:
+        for line in lines(plan):
+            out.print(line, highlight=False, soft_wrap=True, markup=False)
+    if plan.refused:
+        raise typer.Exit(1)
 
 
 def show_run(store: Path, run_id: str, as_json: bool, took: str = "") -> None:

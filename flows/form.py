@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from prefect.utilities.callables import parameter_schema
 
-from tasks.config import NAME, Campaign, load_campaign, parse_campaign
+from tasks.campaign_file import load_campaign, parse_campaign
+from tasks.config import NAME, Campaign
 from tasks.errors import ConfigError, InputError
 
 CAMPAIGNS: Final = Path(__file__).resolve().parents[1] / "deployments" / "campaigns"

@@ -23,9 +23,11 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
 
+from flows.continuing import tell_what_continues
 from flows.enginelog import EngineLog, HasLog
 from flows.progress import ProgressBars
 from tasks.config import Campaign
+from tasks.store.refs import Ref
 from tasks.store.tables import Store
 
 logger = logging.getLogger(__name__)
@@ -55,11 +57,21 @@ class Run:
 
         def run_stage(**given: Any) -> T:
             with self.engine_logs_passed_on(), self.timed(stage, subject), self.progress.bar(name) as report:
-                return function(**given, **({"progress": report} if shows_progress else {}))
+                done = function(**given, **({"progress": report} if shows_progress else {}))
+            self.say_if_reused(stage, name)
+            return done
 
         named = task(name=stage, task_run_name=name, cache_policy=NO_CACHE)
         result: T = named(run_stage)(**references)
+        if isinstance(result, Ref):
+            remember_reference(self.store, name, result)
         return result
+
+    def say_if_reused(self, stage: str, name: str) -> None:
+        """One log line where a stage found all of its work done earlier."""
+        counts = self.store.counts.get(stage, Counter())
+        if counts["reused"] and not counts["executed"]:
+            get_run_logger().info("%s: all of it was done earlier and is whole, nothing is done again", name)
 
     @contextmanager
     def logs_of(self, server: HasLog) -> Iterator[None]:
@@ -101,11 +113,30 @@ class Run:
             self.store.write("stages", [row], "-".join([stage, *subject.split()]))
 
 
+def remember_reference(store: Store, step: str, reference: Ref) -> None:
+    """Keep what a step of this run made or reused, for commands that look at the run later."""
+    path = store.run_dir / "references.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[step] = {"kind": reference.kind, **reference.model_dump(mode="json")}
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(known, indent=1))
+    unfinished.replace(path)
+
+
+def references_of(store: Store) -> list[Ref]:
+    """References of a run's finished steps, in order."""
+    path = store.run_dir / "references.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    kinds = {kind.kind: kind for kind in Ref.__subclasses__()}
+    return [kinds[facts.pop("kind")].model_validate(facts) for facts in known.values()]
+
+
 @contextmanager
 def recorded(config: Campaign, store: Store) -> Iterator[Run]:
     """Keep the `runs` row true: running, then completed, failed or cancelled (a dead run stays running
     until the next run finds that its process is gone and marks it crashed)."""
     mark_abandoned_runs(store)
+    tell_what_continues(store)
     row: dict[str, Any] = {
         "run_id": store.run_id, "campaign": config.name, "started_at": datetime.now(UTC), "state": "running",
         "config_key": config.key, "config_json": _without_secrets(config), "versions_json": json.dumps(_versions()),

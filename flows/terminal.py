@@ -33,8 +33,20 @@ def print_summary(console: Console, facts: dict[str, Any]) -> None:
         console.print(f"captured states against the target: worst relative error {max(worst):.2g}")
     for row in facts["stages"]:
         if row["executed"] is not None and row["stage"] != "benchmark":
-            console.print(f"{row['stage']} {row['arm'] or ''}: {row['executed']} done, {row['reused']} reused, "
+            console.print(f"{row['stage']} {row['arm'] or ''}: {row['executed']:.0f} done, {row['reused']:.0f} reused, "
                           f"{row['wall_s']:.1f} s", highlight=False)
+
+
+def print_benchmarks(console: Console, rows: list[dict[str, Any]], title: str) -> None:
+    """Measurements of one server."""
+    table = Table("C", "ok/failed", "output tok/s", "decode tok/s", "TTFT ms p50", "TPOT ms p50", "note", title=title)
+    for row in rows:
+        table.add_row(
+            str(row["concurrency"]), f"{row['requests_ok']}/{row['requests_failed']}", _number(row["output_tok_s"], 1),
+            _number(row["decode_tok_s"], 1), _number(row["ttft_ms_p50"], 1), _number(row["tpot_ms_p50"], 2),
+            row["note"] or "",
+        )
+    console.print(table)
 
 
 def print_comparison(console: Console, rows: list[dict[str, Any]], a: str, b: str) -> None:

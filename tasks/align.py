@@ -29,9 +29,12 @@ _BAD_TOKENS = {"float32": 0.0, "bfloat16": 0.02, "float16": 0.02}  # share of to
 
 
 def align(
-    states: StatesRef, campaign: Campaign, store: Store, *, progress: Callable[[int, int], None] | None = None
+    states: StatesRef, campaign: Campaign, store: Store, *, fresh: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> AlignmentRef:
     """Compare `thresholds.align_samples` samples at every point; writes rows of table `alignment` first.
+
+    `fresh` compares again although these states were found aligned before.
 
     Raises AlignmentMiss that names the point and what it really holds, OffPolicy if the responses are not
     the target's text.
@@ -39,7 +42,7 @@ def align(
     limits = campaign.thresholds
     key = content_key("alignment", states.key, limits.model_dump(mode="json"))
     part = f"align-{states.engine}-{states.key}"
-    if (manifest := store.manifest("alignment", key)) is not None:
+    if not fresh and (manifest := store.manifest("alignment", key)) is not None:
         rows = pq.read_table(store.artifact("alignment", key) / "alignment.parquet").to_pylist()
         by = manifest["made_by"]
         store.write("alignment", [row | {"reused_from": by if by != store.run_id else None} for row in rows], part)

@@ -29,12 +29,12 @@ class Server:
 
     def __init__(
         self, campaign: Campaign, plan: LaunchPlan, store: Store, before_start: Callable[[], None],
-        progress: Progress | None,
+        progress: Progress | None, start_as: Callable[[Callable[[], str]], str] | None = None,
     ) -> None:
         self.arm, self.plan, self.loads = plan.arm, plan, 0
         self.log = store.run_dir / f"{plan.arm.name}-load1.log"
         self._campaign, self._store, self._before_start, self._progress = campaign, store, before_start, progress
-        self._engine = adapter_of(plan.arm.engine)
+        self._engine, self._start_as = adapter_of(plan.arm.engine), start_as or (lambda start: start())
         self._running: Supervised | None = None
         self._ready = ""
         self._lock = threading.RLock()
@@ -54,7 +54,8 @@ class Server:
                 self.stop()
                 raise ServerLost(f"{self.arm.name}: {told}")
             try:
-                self._ready = self._start()
+                self._before_start()
+                self._ready = self._start_as(self._start)
             except BaseException:
                 self.stop()
                 raise
@@ -71,7 +72,6 @@ class Server:
         if not Path(self.plan.python).exists():
             missing = f"no engine environment at {self.plan.python}; make it with: make engines"
             raise LaunchFailed(f"{self.arm.name}: {missing}")
-        self._before_start()
         self.plan = replace(self.plan, port=choose_port(self._campaign.machine.port))
         command = self._engine.command(self.plan)
         number = len(list(self._store.run_dir.glob(f"{self.arm.name}-load*.log"))) + 1
@@ -140,9 +140,10 @@ class Server:
 def serving(
     campaign: Campaign, arm: Arm, store: Store, *, before_start: Callable[[], None], capture_dir: Path | None = None,
     drafter_dir: Path | None = None, progress: Progress | None = None,
+    start_as: Callable[[Callable[[], str]], str] | None = None,
 ) -> Iterator[Server]:
     """A lazy server of `arm`, stopped with all that it started when the block ends, however it ends."""
-    server = Server(campaign, plan_of(campaign, arm, capture_dir, drafter_dir), store, before_start, progress)
+    server = Server(campaign, plan_of(campaign, arm, capture_dir, drafter_dir), store, before_start, progress, start_as)
     try:
         yield server
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tasks.config import load_campaign
+from tasks.campaign_file import load_campaign
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = ROOT / "deployments" / "campaigns" / "stub.yaml"

@@ -36,7 +36,7 @@ class LaunchPlan:
     engine_points: tuple[int, ...] = ()  # Hugging Face indices to capture; empty unless extracting
     capture_dir: Path | None = None  # pool folder that the engine's plugin writes shards to
     drafter_dir: Path | None = None  # exported drafter folder; None unless speculative
-    env: dict[str, str] = field(default_factory=dict)  # variables of the NCCL profile; serve adds them, adapters need not
+    env: dict[str, str] = field(default_factory=dict)  # of the NCCL profile; serve adds them, adapters need not
     notes: dict[str, str] = field(default_factory=dict)  # setting -> why it was resolved so; for the servers table
 
 

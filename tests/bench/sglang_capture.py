@@ -29,7 +29,8 @@ from typing import Any
 import aiohttp
 import psutil
 
-from tasks.config import Role, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Role
 from tasks.engines.sglang import SglangEngine
 from tasks.reference import layer_states
 from tasks.serve import serving

@@ -16,7 +16,8 @@ from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 from vllm_kit import CONSTANT, make_revealing_drafter, wait_for_acks
 
 from deployments.models.tiny_mla.build import FOR_SGLANG, build
-from tasks.config import Campaign, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Campaign
 from tasks.engines.base import Completion
 from tasks.engines.sglang import SglangEngine
 from tasks.store.states import Sample, read_sample

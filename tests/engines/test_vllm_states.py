@@ -12,7 +12,8 @@ import pytest
 
 from tasks import reference
 from tasks.align import align
-from tasks.config import Campaign, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Campaign
 from tasks.errors import AlignmentMiss
 from tasks.extract import extract
 from tasks.load.prompts import read_prompts, render

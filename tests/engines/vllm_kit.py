@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tasks.config import Campaign, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Campaign
 from tasks.engines.base import Completion
 from tasks.engines.vllm import VllmEngine
 from tasks.store.states import Sample, read_acks, read_sample

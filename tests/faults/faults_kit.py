@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasks.config import Campaign, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Campaign
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.machine.processes import read_process
 

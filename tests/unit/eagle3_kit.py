@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tasks.config import Campaign, DrafterConfig, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Campaign, DrafterConfig
 from tasks.eagle3.data import Dataset, DraftVocabulary, Row, draft_vocabulary, join_rows
 from tasks.eagle3.model import drafter_config
 from tasks.eagle3.target import TargetHead, read_target_head, target_config

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from tasks import reference
-from tasks.config import Arm, Campaign, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Arm, Campaign
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.store.states import Sample, ShardWriter
 

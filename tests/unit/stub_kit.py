@@ -17,7 +17,8 @@ from typing import Any
 
 from aiohttp import web
 
-from tasks.config import Arm, Campaign, EngineName, Role, parse_campaign
+from tasks.campaign_file import parse_campaign
+from tasks.config import Arm, Campaign, EngineName, Role
 from tasks.engines.base import Command, LaunchPlan
 from tasks.engines.stub import StubEngine
 from tasks.load.mock_server import application, parse

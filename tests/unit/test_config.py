@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tasks.config import Campaign, load_campaign, parse_campaign
+from tasks.campaign_file import load_campaign, parse_campaign
+from tasks.config import Campaign
 from tasks.errors import ConfigError
 
 
@@ -31,8 +32,9 @@ def load(tmp_path: Path, data: Any, *overrides: str) -> Campaign:
 
 
 def test_overrides_reach_lists_by_name_and_by_index(tmp_path: Path) -> None:
-    loaded = load(tmp_path, valid(), "arms.spec.speculative.num_speculative_tokens=5", "arms.0.tuning.max_running_requests=7",
-                  "workloads.w.concurrencies=[1, 2]", "drafter.epochs=3")
+    overrides = ("arms.spec.speculative.num_speculative_tokens=5", "arms.0.tuning.max_running_requests=7",
+                 "workloads.w.concurrencies=[1, 2]", "drafter.epochs=3")
+    loaded = load(tmp_path, valid(), *overrides)
     assert loaded.arms[2].speculative.num_speculative_tokens == 5  # type: ignore[union-attr]
     assert (loaded.arms[0].tuning.max_running_requests, loaded.workloads[0].concurrencies) == (7, (1, 2))
     assert loaded.drafter.epochs == 3
@@ -95,4 +97,4 @@ def test_every_field_has_a_description_for_the_form() -> None:
         for name, field in model.get("properties", {}).items()
         if "description" not in field
     ]
-    assert bare == ["Speculative.num_speculative_tokens"][:0], bare
+    assert bare == []

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tasks import dry_run
-from tasks.config import Campaign, load_campaign, parse_campaign
+from tasks.campaign_file import load_campaign, parse_campaign
+from tasks.config import Campaign
 from tasks.errors import ConfigError, InputError, MachineError
 from tasks.launch import nccl_observed, plan_of, requested, shape_of, shown_variables
 from tasks.machine import doctor

@@ -12,7 +12,7 @@ from prefect.utilities.schema_tools.validation import validate
 from flows.campaign import campaign
 from flows.deploy import PREFECT_YAML, flow_of
 from flows.form import chosen_campaign, form_schema, named_campaigns, run_name
-from tasks.config import load_campaign
+from tasks.campaign_file import load_campaign
 from tasks.errors import ConfigError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -64,7 +64,7 @@ def test_pandas_duckdb_and_pyarrow_read_the_same_rows_of_every_table(store: Stor
     for name in TABLES:
         store.write(name, [{TABLES[name].names[0]: "x"}], "p")
         pattern = f"{store.root}/tables/{name}/*/*.parquet"
-        by_duckdb = duckdb.sql(f"select * from read_parquet('{pattern}', hive_partitioning=true)").fetchall()  # noqa: S608
+        by_duckdb = duckdb.sql(f"select * from read_parquet('{pattern}', hive_partitioning=true)").fetchall()
         by_pandas = pd.read_parquet(store.root / "tables" / name)
         assert len(by_duckdb) == len(by_pandas) == store.read(name).num_rows == 1
 
@@ -109,7 +109,7 @@ def test_an_artifact_appears_only_when_its_block_succeeds(store: Store) -> None:
         (folder / "x").write_text("half")
         raise RuntimeError
     assert store.manifest("responses", "k") is None
-    assert not [p for p in (store.root / "objects" / "responses").iterdir()]
+    assert not list((store.root / "objects" / "responses").iterdir())
 
 
 def test_an_artifact_whose_file_was_deleted_or_changed_is_not_reused(store: Store) -> None:

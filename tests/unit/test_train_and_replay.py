@@ -218,7 +218,9 @@ def served(model: Path, folder: Path, world: World) -> tuple[int, int]:
 def test_replay_counts_what_a_served_loop_counts(world: World, drafter: DrafterRef) -> None:
     """Ends included: drafts that run over the end token or max_tokens count in full, as engines count them."""
     model, folder = Path(world.campaign.target.model), world.store.artifact("drafter", drafter.key) / "serve" / "vllm"
-    walks = replay_requests(folder, model, world.requests[:4], (1, 2, 3), 3)
+    requests = world.requests[:4]
+    texts = [[*r["prompt_token_ids"], *r["output_token_ids"]] for r in requests]
+    walks = replay_requests(folder, model, requests, layer_states(model, texts, [1, 2, 3]), 3)
     counts = [count for walk in walks for count in walk.accepted]
     assert (len(counts), sum(counts)) == served(model, folder, world)
 
