@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from flows.local_server import server_outlives_run
 from tasks.report import summary
 from tasks.store.tables import Store
 
@@ -18,7 +19,7 @@ SHOWN = ("arm", "workload", "concurrency", "requests_ok", "requests_failed", "ou
 
 def publish_results(store: Store) -> None:
     """Artifacts `results` and `report`; none where no Prefect server would keep them."""
-    if not os.environ.get("PREFECT_API_URL"):
+    if not server_outlives_run():
         return
     facts = summary(store)
     lengths = {(r["arm"], r["workload"], r["concurrency"]): r["accept_length"] for r in facts["acceptance"]}
@@ -42,7 +43,7 @@ def publish_results(store: Store) -> None:
 
 def publish_verdict(verdicts: Sequence[Mapping[str, Any]], run_id: str) -> None:
     """Artifact `verdict`: every compared metric, regressions first."""
-    if not os.environ.get("PREFECT_API_URL"):
+    if not server_outlives_run():
         return
     columns = ("verdict", "metric", "arm", "workload", "concurrency", "expected", "observed", "change_pct",
                "baseline_runs", "suspects_json")

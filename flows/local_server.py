@@ -17,11 +17,19 @@ from pathlib import Path
 
 import requests
 
-from tasks.errors import LaunchFailed
+from tasks.errors import InputError, LaunchFailed
 from tasks.machine.handle import LOOPBACK, Supervised, choose_port, server_environment
 from tasks.machine.leases import state_dir
 
 START_LIMIT_S = 180  # a busy laptop needs a minute for the first start, which also makes the database
+
+
+_OWN = "DRAFTHOUSE_OWN_PREFECT_SERVER"
+
+
+def server_outlives_run() -> bool:
+    """True with a server of the user's, which has a UI and keeps what it is told; False with one for this run only."""
+    return bool(os.environ.get("PREFECT_API_URL")) and _OWN not in os.environ
 
 
 @contextmanager
@@ -30,6 +38,7 @@ def prefect_server() -> Iterator[None]:
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("DO_NOT_TRACK", "1")
     if "PREFECT_API_URL" in os.environ:
+        _require_answer(os.environ["PREFECT_API_URL"])
         yield
         return
     port = choose_port(None)
@@ -42,14 +51,24 @@ def prefect_server() -> Iterator[None]:
     try:
         _wait_until_healthy(server, f"http://{LOOPBACK}:{port}/api/health")
         os.environ["PREFECT_API_URL"] = f"http://{LOOPBACK}:{port}/api"
+        os.environ[_OWN] = "1"
         try:
             yield
         finally:
             _send_what_is_queued()
     finally:
         os.environ.pop("PREFECT_API_URL", None)
+        os.environ.pop(_OWN, None)
         server.stop()
         Path(server.log).unlink(missing_ok=True)
+
+
+def _require_answer(api: str) -> None:
+    try:
+        requests.get(f"{api}/health", timeout=10)
+    except requests.RequestException as error:
+        what = f"PREFECT_API_URL: no Prefect server answers at {api} ({type(error).__name__})"
+        raise InputError(f"{what}; start it, or unset it") from None
 
 
 def _wait_until_healthy(server: Supervised, url: str) -> None:

@@ -31,6 +31,7 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 from prefect.variables import Variable
 
+from flows.local_server import server_outlives_run
 from tasks.config import Campaign, EngineName
 from tasks.errors import MachineError
 from tasks.machine.facts import lock_keys
@@ -160,10 +161,10 @@ def _lives(holder: dict[str, Any]) -> bool:
 def _patience_s(holder: dict[str, Any] | None) -> float:
     """How long a slot without a living holder is left to the server to free.
 
-    An ephemeral server collects no leases, and a real one may have lost them in a restart; but a run
-    that a real server still thinks running may live where this process cannot see it.
+    The leases of a run's own server died with it, and a lasting one may have lost them in a restart; but a
+    run that a lasting server still thinks running may live where this process cannot see it.
     """
-    if _server_is_ephemeral():
+    if not server_outlives_run():
         return 5.0
     if holder is None:
         return 2 * FREED_BY_SERVER_S
@@ -173,10 +174,6 @@ def _patience_s(holder: dict[str, Any] | None) -> float:
         except ObjectNotFound:
             return FREED_BY_SERVER_S
     return FREED_BY_SERVER_S if state is None or state.is_final() else float("inf")
-
-
-def _server_is_ephemeral() -> bool:
-    return not os.environ.get("PREFECT_API_URL")
 
 
 def _reset(limit: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 import time
@@ -18,13 +17,15 @@ from prefect.context import FlowRunContext, TaskRunContext
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from flows.local_server import server_outlives_run
+
 Report = Callable[[int, int], None]
 logger = logging.getLogger(__name__)
 UPDATE_EVERY_S: Final = 2.0
 
 
 class ProgressBars:
-    """Bars on standard error when it is a terminal; artifacts when PREFECT_API_URL names a server."""
+    """Bars on standard error when it is a terminal; artifacts when a server of the user's shows them."""
 
     def __init__(self) -> None:
         self._terminal: Progress | None = None
@@ -61,7 +62,7 @@ class _Bar:
     def __init__(self, name: str, terminal: Progress | None) -> None:
         self._name, self._terminal = name, terminal
         self._row: TaskID | None = None
-        self._artifact = _Artifact(name) if os.environ.get("PREFECT_API_URL") else None
+        self._artifact = _Artifact(name) if server_outlives_run() else None
 
     def report(self, done: int, total: int) -> None:
         if self._artifact:

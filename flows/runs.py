@@ -25,6 +25,7 @@ from prefect.exceptions import TerminationSignal
 
 from flows.continuing import tell_what_continues
 from flows.enginelog import EngineLog, HasLog
+from flows.local_server import server_outlives_run
 from flows.progress import ProgressBars
 from tasks.config import Campaign
 from tasks.store.refs import Ref
@@ -89,7 +90,7 @@ class Run:
         try:
             yield
         finally:
-            for log in self._engine_logs if os.environ.get("PREFECT_API_URL") else ():
+            for log in self._engine_logs if server_outlives_run() else ():
                 log.pass_on(get_run_logger())
 
     @contextmanager
