@@ -17,13 +17,15 @@ from tasks.engines.base import LaunchPlan, Observed, Source
 from tasks.engines.vllm_http import get_json
 from tasks.errors import SettingsMismatch
 
+# Samplers, grammars and MoE runners fall back as well, in the same words.
+_ATTENTION = "triton|flashinfer|fa3|fa4|flashmla|cutlass_mla|trtllm_m[lh]a|torch_native|flex_attention|intel_amx|aiter"
 _LINES: tuple[tuple[str, re.Pattern[str], str | None], ...] = tuple(
     # setting, pattern, value (None = group 1); a later line of a setting overrules an earlier one
     (setting, re.compile(pattern), value)
     for setting, pattern, value in (
         ("attention_backend", r"Attention backend not specified\. Use (\w+) backend by default", None),
         ("attention_backend", r"Using (\w+) as attention backend for", None),
-        ("attention_backend", r"(?i)fall(?:ing|s)? ?back to (?:the )?(\w+)(?: attention)? backend", None),
+        ("attention_backend", rf"(?i)fall(?:ing|s)? ?back to (?:the )?({_ATTENTION})(?: attention)? backend", None),
         ("max_running_requests", r"Max running requests is reset to (\d+) for speculative", None),
         ("max_running_requests", r"max_total_num_tokens=.*max_running_requests=(\d+)", None),
         ("kv_tokens", r"max_total_num_tokens=(\d+)", None),
