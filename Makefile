@@ -1,7 +1,7 @@
 # Two commands: `make demo` runs the whole campaign on this machine's CPU, `make test` runs every test.
 # Both make what they need first; a second call installs nothing.
 PYTHON ?= python3
-ENGINES ?= vllm-cpu
+ENGINES ?= vllm-cpu sglang-cpu
 PY := .venv/bin/python
 LOCK := deployments/engines/orchestrator.txt
 

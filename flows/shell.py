@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from tasks.errors import DrafthouseError
 
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 160)  # a pipe has no width, and a cut table no use
 err = Console(stderr=True)
 F = TypeVar("F", bound=Callable[..., Any])
 
