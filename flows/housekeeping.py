@@ -11,6 +11,7 @@ from prefect.runtime import flow_run
 
 from flows.artifacts import plain_rows, publish_results
 from flows.lock import locked_host
+from flows.runs import let_stages_speak
 from tasks.clean import clean_host
 from tasks.report import write_report
 from tasks.store.tables import Store, find_run
@@ -22,6 +23,7 @@ def clean(dry_run: bool = True) -> int:
 
     Waits for a running campaign. Raises Survivor, ForeignHolder or WedgedGpu where somebody has to look.
     """
+    let_stages_speak()
     with locked_host(f"clean-{flow_run.id}"):
         swept = clean_host(dry_run=dry_run)
     rows: list[dict[str, Any]] = [vars(row) for row in swept.rows]

@@ -136,6 +136,7 @@ def references_of(store: Store) -> list[Ref]:
 def recorded(config: Campaign, store: Store) -> Iterator[Run]:
     """Keep the `runs` row true: running, then completed, failed or cancelled (a dead run stays running
     until the next run finds that its process is gone and marks it crashed)."""
+    let_stages_speak()
     mark_abandoned_runs(store)
     tell_what_continues(store)
     row: dict[str, Any] = {
@@ -156,6 +157,13 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
         raise
     finally:
         store.write("runs", [row | {"state": state, "finished_at": datetime.now(UTC), "note": note}], "run")
+
+
+def let_stages_speak() -> None:
+    """What stages log as information belongs in the run's log, where a server keeps one; Prefect would drop it."""
+    for name in ("flows", "tasks") if server_outlives_run() else ():
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(logging.INFO)
 
 
 def mark_abandoned_runs(store: Store) -> None:

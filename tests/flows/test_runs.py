@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from uuid import UUID
 
 import httpx
 import pytest
@@ -18,6 +19,10 @@ from tasks.store.tables import Store
 CAMPAIGN = "campaign/campaign"
 
 
+def run_id_of(run: UUID) -> str:
+    return f"small-{run.hex[-12:]}"
+
+
 def test_a_failed_run_that_is_retried_does_only_what_is_left(prefect: PrefectStack, tmp_path: Path) -> None:
     small = StubCampaign(tmp_path)
     small.broken.touch()
@@ -26,6 +31,11 @@ def test_a_failed_run_that_is_retried_does_only_what_is_left(prefect: PrefectSta
     assert failed.state and failed.state.type is StateType.FAILED, prefect.logs(run)
     assert {name for name, state in prefect.tasks(run) if state == "Failed"} == {"benchmark stub-spec chat"}
     before = small.measured(), small.generated(), small.extracted()
+    (weights,) = (tmp_path / "store" / "objects" / "drafter").glob("*/model.safetensors")
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])  # a finished result that somebody damaged
+    (alignment,) = (tmp_path / "store" / "objects" / "alignment").glob("*/alignment.parquet")
+    alignment.unlink()
 
     small.broken.unlink()
     prefect.retry(run)
@@ -36,6 +46,12 @@ def test_a_failed_run_that_is_retried_does_only_what_is_left(prefect: PrefectSta
     assert len(set(small.generated())) == len(small.generated()) == 8
     assert len(set(small.extracted())) == len(small.extracted())
     assert small.measured() - before[0] == 2 * (4 + 1)  # two points of the arm that failed, warm-up included
+
+    assert weights.read_bytes() == whole and alignment.exists(), "damaged results are seen and made again"
+    log = prefect.logs(run)
+    assert f"run {run_id_of(run)} continues; it was failed" in log
+    for stage in ("benchmark stub-base chat", "regenerate stub-base", "extract stub-extract"):
+        assert f"{stage}: all of it was done earlier and is whole" in log
 
     assert done.name.startswith("tiny-llama: stub-base, stub-extract, stub-spec (small, 20")
     artifacts = prefect.artifacts(run)
