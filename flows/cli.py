@@ -147,6 +147,30 @@ def deploy(
     out.print("start a worker on every GPU host: prefect worker start --pool gpu-hosts", highlight=False)
 
 
+@app.command()
+@one_line_errors
+def diagnose(
+    run_id: RunId = "last", store: StoreDir = DEFAULT_STORE, as_json: AsJson = False,
+    drafter: Annotated[Path | None, typer.Option(help="Judge this drafter folder instead of the run's own.")] = None,
+) -> None:
+    """Say what is wrong with a run's drafter, with the evidence; exits 0 only if nothing is."""
+    from tasks.diagnose import diagnose as examine
+    from tasks.store.tables import Store, find_run
+
+    found = examine(Store(store, find_run(store, run_id)), drafter)
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        for cause in found["causes"]:
+            out.print(f"[red]{cause['id']}[/red] {cause['score']:.2f}: {cause['sentence']}", highlight=False)
+            out.print(f"  evidence: {cause['evidence']}\n  remedy: {cause['remedy']}", highlight=False, markup=False)
+        for note in found["notes"]:
+            out.print(f"  note: {note}", highlight=False, markup=False)
+        out.print("healthy" if found["healthy"] else "not healthy", highlight=False)
+    if not found["healthy"]:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     app()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from tasks import reference
-from tasks.diagnosis.case import Case, spread
+from tasks.diagnosis.case import Case, Row, spread
 from tasks.diagnosis.causes import Findings
 from tasks.errors import DrafthouseError
 from tasks.load.prompts import Prompt, read_prompts, render
@@ -24,32 +27,45 @@ def check_responses(case: Case, findings: Findings) -> None:
     _check_policy(case, findings)
 
 
-def _check_rendering(case: Case, findings: Findings) -> None:
-    rows = [r for r in case.responses if r["messages_json"]]
+@dataclass(frozen=True)
+class Rendering:
+    """Responses against their messages rendered now: which begin with other tokens, and which only begin elsewhere."""
+
+    rows: int
+    other: list[str]
+    moved: list[str]
+
+
+def rendering(responses: Sequence[Row], model: Path) -> Rendering:
+    """Render the messages of each response again; raises InputError if the target cannot render."""
+    rows = [r for r in responses if r["messages_json"]]
     prompts = [Prompt(r["sample_key"], None, tuple(json.loads(r["messages_json"]))) for r in rows]
-    try:
-        rendered = {x.prompt.key: x.token_ids for x in render([p for p in prompts if p.messages], case.model, 1 << 30)}
-    except DrafthouseError as error:
-        findings.notes.append(f"responses are not rendered again: {error}")
-        rendered = {}
-    other, moved, first_other, first_moved = 0, 0, "", ""
+    prompts = [p for p in prompts if p.messages]
+    rendered = {x.prompt.key: x.token_ids for x in render(prompts, model, 1 << 30)} if prompts else {}
+    other, moved = [], []
     for row in rows:
         ids = rendered.get(row["sample_key"])
         if ids is None:
             continue
-        begins = list(row["token_ids"][: len(ids)]) == ids
-        if not begins:
-            other += 1
-            first_other = first_other or _difference(row["sample_key"], list(row["token_ids"]), ids)
+        if list(row["token_ids"][: len(ids)]) != ids:
+            other.append(_difference(f"sample {row['sample_key']}", list(row["token_ids"]), ids))
         elif row["prompt_tokens"] != len(ids):
-            moved += 1
-            first_moved = first_moved or (
-                f"sample {row['sample_key']}: {row['prompt_tokens']} prompt tokens recorded, "
-                f"the template gives {len(ids)}"
-            )
-    count = max(1, len(rendered))
-    findings.add("chat_template", _share(other / count), f"{other} of {count} prompts differ; {first_other}")
-    findings.add("loss_mask", _share(moved / count), f"{moved} of {count} responses begin elsewhere; {first_moved}")
+            recorded = f"{row['prompt_tokens']} prompt tokens recorded, the template gives {len(ids)}"
+            moved.append(f"sample {row['sample_key']}: {recorded}")
+    return Rendering(len(rendered), other, moved)
+
+
+def _check_rendering(case: Case, findings: Findings) -> None:
+    try:
+        found = rendering(case.responses, case.model)
+    except DrafthouseError as error:
+        findings.notes.append(f"responses are not rendered again: {error}")
+        found = Rendering(0, [], [])
+    for id, wrong, what in (("chat_template", found.other, "prompts differ"),
+                            ("loss_mask", found.moved, "responses begin elsewhere")):
+        if wrong:
+            text = f"{len(wrong)} of {found.rows} {what}; {wrong[0]}"
+            findings.add(id, _share(len(wrong) / found.rows), text)
     empty = sum(r["prompt_tokens"] >= len(r["token_ids"]) for r in case.responses)
     text = f"{empty} of {len(case.responses)} responses have no token that is trained on"
     findings.add("loss_mask", _share(empty / len(case.responses)), text)

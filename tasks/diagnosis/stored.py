@@ -145,9 +145,9 @@ def _guesses(cell: Cell, limit: float, owners: _Owners) -> Iterator[Guess]:
             yield "quantisation_mismatch", left, f"scaled by {scale:.3g}"
         others = min(distance(captured, expected[:, k]) for k in range(last + 2) if k != cell.point)
         even = float((cell.errors_T > limit / 10).float().mean())  # rounding touches every token alike
-        if cell.error < 0.5 * others and even > 0.8:
+        if cell.error < 0.8 * others and even > 0.8:
             text = f"nearest to the right index, off by {cell.error:.2g} at {even:.0%} of the tokens"
-            yield "quantisation_mismatch", cell.error * (0.1 + cell.error / others), text
+            yield "quantisation_mismatch", cell.error * (0.1 + 0.4 * cell.error / others), text
 
 
 def _norms(cell: Cell) -> Iterator[Guess]:
