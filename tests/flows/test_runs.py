@@ -50,7 +50,7 @@ def test_a_failed_run_that_is_retried_does_only_what_is_left(prefect: PrefectSta
     assert weights.read_bytes() == whole and alignment.exists(), "damaged results are seen and made again"
     log = prefect.logs(run)
     assert f"run {run_id_of(run)} continues; it was failed" in log
-    for stage in ("benchmark stub-base chat", "regenerate stub-base", "extract stub-extract"):
+    for stage in ("regenerate stub-base", "extract stub-extract"):
         assert f"{stage}: all of it was done earlier and is whole" in log
 
     assert done.name.startswith("tiny-llama: stub-base, stub-extract, stub-spec (small, 20")
