@@ -75,6 +75,8 @@ class VllmEngine(Engine):
             argv += ["--attention-backend", tuning.attention_backend.upper()]
         if cpu or tuning.cuda_graph is False:
             argv += ["--enforce-eager"]
+        if cpu and tuning.tensor_parallel == 1:
+            argv += ["--distributed-executor-backend", "uni"]  # see `_variables`
         if uses_custom_all_reduce(plan) is False:
             argv += ["--disable-custom-all-reduce"]
         argv += _speculation(plan) + list(tuning.extra_args)
@@ -226,6 +228,10 @@ def _variables(plan: LaunchPlan) -> dict[str, str]:
         threads = plan.machine.cpu_threads or len(os.sched_getaffinity(0))
         # vLLM's own binding pins every server to the same first cores.
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+        if plan.arm.tuning.tensor_parallel == 1:
+            # Worker and engine core in one process: vLLM starts a worker on CPUs only to bind its threads,
+            # and importing vLLM once more is a third of a start.
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         env |= {"DRAFTHOUSE_MEND_CPU_SAMPLING": "1" if _mends_sampling(plan) else "0"}
     elif plan.machine.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, plan.machine.gpus[: plan.arm.tuning.tensor_parallel]))

@@ -23,7 +23,8 @@ OWNED_FLAGS = (  # flags that `command` renders from the campaign; a second valu
     "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--tensor-parallel-size", "-tp",
     "--enable-prefix-caching", "--no-enable-prefix-caching", "--max-num-batched-tokens", "--kv-cache-memory-bytes",
     "--num-gpu-blocks-override", "--gpu-memory-utilization", "--attention-backend", "--enforce-eager",
-    "--disable-custom-all-reduce", "--speculative-config", "--kv-transfer-config", "--pipeline-parallel-size", "-pp",
+    "--disable-custom-all-reduce", "--distributed-executor-backend", "--speculative-config", "--kv-transfer-config",
+    "--pipeline-parallel-size", "-pp",
 )
 PROBE = """
 import importlib.metadata as metadata, importlib.util, json, os

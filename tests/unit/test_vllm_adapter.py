@@ -124,6 +124,15 @@ def test_the_cpu_mend_is_asked_for_only_on_cpus_and_only_with_speculation(model:
     assert "--enforce-eager" not in ENGINE.command(on_gpu).argv
 
 
+@pytest.mark.parametrize(("device", "size", "one_process"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)])
+def test_worker_and_engine_core_share_a_process_on_a_cpu_alone(
+    model: Path, device: str, size: int, one_process: bool
+) -> None:
+    made = ENGINE.command(plan(model, device=device, tuning={"tensor_parallel": size}))
+    assert ("--distributed-executor-backend" in made.argv) is one_process
+    assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in made.env) is one_process
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize(
     ("profile", "variables", "explicit", "off"),
