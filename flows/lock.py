@@ -17,7 +17,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 from uuid import UUID
 
@@ -124,9 +124,10 @@ def _take_limit(held: ExitStack, limit: str, run_id: str, waiting: _Waiting) -> 
 def _create_limit(limit: str) -> None:
     with get_client(sync_client=True) as client:
         try:
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=limit, limit=1))
-        except ObjectAlreadyExists:
-            return
+            client.read_global_concurrency_limit_by_name(limit)
+        except ObjectNotFound:
+            with suppress(ObjectAlreadyExists):  # two runs may ask at the same time
+                client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=limit, limit=1))
 
 
 def _is_taken(error: BaseException) -> bool:
