@@ -25,7 +25,7 @@ from tasks.store.tables import Store, rows_to_table, write_parquet
 from tests.conftest import TINY, environment_python
 
 pytestmark = pytest.mark.engine
-ANSWER = 40
+ANSWER = 64
 
 
 def campaign_with(points: list[int]) -> Campaign:
