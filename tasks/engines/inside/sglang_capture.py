@@ -80,7 +80,7 @@ class Capture:
             else:
                 self._wanted[request.rid] = request
 
-    def stage(self, forward_batch: Any, input_ids: torch.Tensor, auxiliary: Any) -> None:
+    def stage(self, forward_batch: Any, auxiliary: Any) -> None:
         """Take the states of a prefill batch's wanted rows, in the order of the batch."""
         before_norm_TD, self._before_norm_TD = self._before_norm_TD, None
         rows, start = [], 0
@@ -100,7 +100,8 @@ class Capture:
                 "(no prefill CUDA graphs) and with whole hidden states on each rank"
             )
         states = [*_split(auxiliary, len(self.points) - 1), before_norm_TD]
-        staged = Staged(states, input_ids) if self._writer is not None else None
+        # Not the ids that the logits processor is given: multimodal wrappers give it none.
+        staged = Staged(states, forward_batch.input_ids) if self._writer is not None else None
         for request, first, length in rows:
             progress: Progress = request.drafthouse
             progress.add(staged, first, length)
@@ -199,11 +200,11 @@ def _on_batch(original: Callable[..., Any], cls: type, batch: Any, runner: Any, 
 
 
 def _on_logits(
-    original: Callable[..., Any], self: Any, input_ids: torch.Tensor, hidden_states: Any, lm_head: Any, batch: Any,
+    original: Callable[..., Any], self: Any, input_ids: Any, hidden_states: Any, lm_head: Any, batch: Any,
     aux_hidden_states: Any = None, *args: Any, **kwargs: Any,
 ) -> Any:
     if _capture is not None and getattr(batch, "rids", None) and batch.forward_mode.is_extend_without_speculative():
-        _capture.stage(batch, input_ids, aux_hidden_states)
+        _capture.stage(batch, aux_hidden_states)
     return original(self, input_ids, hidden_states, lm_head, batch, aux_hidden_states, *args, **kwargs)
 
 
