@@ -33,11 +33,11 @@ class StubCampaign:
         self.file.write_text(yaml.safe_dump(data))
 
     def answered(self) -> list[dict[str, Any]]:
-        """Journal lines, oldest first; readiness probes (one token) are left out unless states were asked for."""
+        """Journal lines, oldest first, without the probes of a server that starts."""
         if not self.journal.exists():
             return []
         lines = [json.loads(line) for line in self.journal.read_text().splitlines()]
-        return [line for line in lines if line["max_tokens"] > 1 or line["sample_key"]]
+        return [line for line in lines if line["stream"] or line["logprobs"] or line["sample_key"]]
 
     def generated(self) -> list[tuple[int, ...]]:
         """Prompts whose responses were generated, in order, repeats included."""
