@@ -15,6 +15,7 @@ import torch
 from sglang_kit import ENGINE, Target, campaign, capture, complete, make_mla_target, post
 from vllm_kit import LAYERS, VOCABULARY, make_target, reference_states, relative_error, wait_for_acks
 
+from deployments.models.tiny_mla.build import build
 from tasks.config import Role
 from tasks.engines.settings import mismatches, setting_rows
 from tasks.errors import SettingsMismatch
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.engine
 CHUNK = 64
 LENGTHS = (3, 17, 64, 65, 200, 300)  # below, at and above one chunk, and more than four
 KV_TOKENS = 4096
-POINTS = {"llama": (2, 4, 5), "mla": (1, 3, 6)}
+POINTS = {"llama": (2, 4, 5), "nested-mla": (1, 3, 6)}
 
 
 @dataclass
@@ -39,13 +40,14 @@ class Extraction:
     points: tuple[int, ...]
 
 
-@pytest.fixture(scope="module", params=["llama", "mla"])
+@pytest.fixture(scope="module", params=["llama", "nested-mla"])
 def extraction(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Extraction]:
     environment_python("sglang-cpu")
     place, points = tmp_path_factory.mktemp(f"sglang-{request.param}"), POINTS[request.param]
     model: Target = make_target(place / "llama", constant=False)
-    if request.param == "mla":
+    if request.param == "nested-mla":  # a DeepSeek-V3 in a text_config wrapper, as Kimi-K2.5 has it
         model = make_mla_target(place / "mla", place / "llama", constant=False)
+        build(place / "nested-mla", width=64, tokenizer_from=place / "llama", nested=True)
     # Careless admission: the cache overflows under load, and requests are taken back.
     careless = ["--schedule-conservativeness", "0.01"]
     tuning = {

@@ -55,7 +55,7 @@ def test_a_drafter_receives_exactly_the_trained_points(
     if kind == "mla":
         model = make_mla_target(tmp_path / "mla", tmp_path / "llama", constant=True)
     text = [*SETTLED, *[CONSTANT] * 60]
-    assert make_sglang_drafter(tmp_path / "drafter", model, model_class, text, points) > 0.02
+    assert make_sglang_drafter(tmp_path / "drafter", model, model_class, text, points) > 0.005
     spec = {"drafter": str(tmp_path / "drafter"), "num_speculative_tokens": DRAFTS}
     whole = campaign(tmp_path / kind, {"role": "speculative", "speculative": spec})
     arm = whole.arms_of(Role.speculative)[0]

@@ -51,7 +51,7 @@ def build(
     model = DeepseekV3ForCausalLM(config).float()
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:  # larger than the usual 0.02, so that layers change what passes through them
-            torch.nn.init.normal_(parameter, std=0.08 if "embed" not in name else 1.0)
+            torch.nn.init.normal_(parameter, std=0.1 if "embed" not in name else 1.0)
     model.save_pretrained(out)
     _extend_config(out / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
