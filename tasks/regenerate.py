@@ -47,23 +47,22 @@ def regenerate(
     made = _in_pool(pool, wanted)
     missing = [row for key, row in wanted.items() if key not in made]
     reused = len(wanted) - len(missing)
+    report = (lambda done: progress(reused + done, len(wanted))) if progress else None
     if missing:
         with PartWriter(pool, "responses", store) as parts:
-            report = (lambda done: progress(reused + done, len(wanted))) if progress else None
             _generate(server, campaign, store, missing, parts, report)
         made = _in_pool(pool, wanted)
     store.count("regenerate", executed=len(missing), reused=reused)
     rows = [made[key] for key in wanted if made[key]["token_ids"][made[key]["prompt_tokens"] :]]
     if not rows:
-        raise OffPolicy("responses: every answer is empty; does the chat template end with the assistant's header?")
+        raise OffPolicy("responses: all answers are empty; does the chat template end with the assistant's header?")
     log.info("responses: %d of %d answers are empty and left out", len(wanted) - len(rows), len(wanted))
     key = content_key("responses", pool_key, [row["sample_key"] for row in rows])
     if store.manifest("responses", key) is None:
         _check_policy(rows, campaign, pool)
         with store.new_artifact("responses", key, {"pool": pool_key, "samples": len(rows)}) as folder:
             write_parquet(rows_to_table("responses", rows), folder / "responses.parquet")
-    new = {"reused_from": None}
-    store.write("responses", [r | new if r["reused_from"] == store.run_id else r for r in rows], "responses")
+    store.write("responses", [r | {"reused_from": None} if r["reused_from"] == store.run_id else r for r in rows], "all")
     return ResponsesRef(key=key, samples=len(rows), tokens=sum(len(row["token_ids"]) for row in rows))
 
 
@@ -73,14 +72,13 @@ def _wanted(campaign: Campaign) -> tuple[str, dict[str, Row]]:
     target, template = weights_fingerprint(model), template_fingerprint(model)
     how = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     prompts, trusted = campaign.prompts, campaign.target.trust_remote_code
-    wanted: dict[str, Row] = {}
-    no_room = 0
+    wanted, no_room = dict[str, Row](), 0
     read = read_prompts(Path(prompts.train_file), prompts.train_samples)
     for rendered in render(read, model, prompts.max_prompt_tokens, trust_remote_code=trusted):
         # Extraction sends prompt and response and lets the engine add one token, so that must fit too.
-        limit = min(sampling.max_tokens, campaign.target.max_model_len - 1 - len(rendered.token_ids))
+        room = campaign.target.max_model_len - 1 - len(rendered.token_ids)
+        prompt, limit = rendered.prompt, min(sampling.max_tokens, room)
         no_room += limit < 2
-        prompt = rendered.prompt
         for draw in range(sampling.draws if limit >= 2 else 0):
             key = sample_key(prompt.key, draw, target, template, {**how, "max_tokens": limit})
             wanted[key] = {
@@ -103,7 +101,6 @@ def _generate(
     report: Callable[[int], None] | None,
 ) -> None:
     adapter, sampling = engine(server.arm.engine), campaign.sampling
-    url = server.url() + adapter.endpoint
     waiting = {row["sample_key"]: row for row in missing}
     bodies = {
         key: adapter.completion_body(
@@ -117,12 +114,13 @@ def _generate(
         prompt_ids = waiting[key]["token_ids"]
         got = answer_to(adapter, prompt_ids, answer)
         nll = -sum(got.logprobs) / len(got.logprobs) if got.logprobs else None
-        made = {"token_ids": prompt_ids + got.token_ids, "finish_reason": got.finish_reason, "nll_per_token": nll}
-        parts.add(waiting[key] | made | {"reused_from": store.run_id})
+        made = {"token_ids": prompt_ids + got.token_ids, "finish_reason": got.finish_reason, "nll_per_token": nll,
+                "reused_from": store.run_id}
+        parts.add(waiting[key] | made)
         if report:
             report(parts.added)
 
-    asked = ask(url, bodies, keep, concurrency=sampling.concurrency)
+    asked = ask(server.url() + adapter.endpoint, bodies, keep, concurrency=sampling.concurrency)
     store.count("regenerate", requests=asked.sent)
     log.info("regenerate: %s", asked)
     if asked.unanswered:
@@ -147,7 +145,7 @@ def _check_policy(rows: list[Row], campaign: Campaign, pool: Path) -> None:
             log.info("responses of run %s: %.3f nats per token by %s", run, nll, who)
             if not nll <= limit:  # also when it is not a number
                 raise OffPolicy(
-                    f"responses of run {run}: mean NLL per token {nll:.2f} by {who}, at most {limit:g} "
-                    f"(thresholds.max_nll_per_token): not the target's own text; {set_aside(pool, run)} parts are set "
-                    f"aside in {pool / 'rejected'}: mend the engine's sampling and rerun"
+                    f"responses of run {run}: mean NLL per token {nll:.2f} by {who}, at most {limit:g} (thresholds."
+                    f"max_nll_per_token): not the target's own text; {set_aside(pool, run)} parts are set aside in "
+                    f"{pool / 'rejected'}: mend the engine's sampling and rerun"
                 )

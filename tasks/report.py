@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import plotly.io
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 
+from tasks.plots import acceptance_by_position, lines, stage_bars
 from tasks.store.tables import Store
 
 TABLES = ("benchmarks", "acceptance", "replay", "alignment", "losslessness", "servers", "training", "stages")
@@ -54,18 +54,18 @@ def summary(store: Store) -> dict[str, Any]:
 def write_report(store: Store) -> Path:
     """Write report.html of this run: one file, plots and their script inside."""
     frames = read_run(store)
-    facts = summary(store)
+    facts, run = summary(store), _plain(frames["runs"])[0]
     plots = {
         "Output throughput against concurrency (benchmarks.output_tok_s)":
-            _lines(frames["benchmarks"], "concurrency", "output_tok_s", ["arm", "workload"]),
+            lines(frames["benchmarks"], "concurrency", "output_tok_s", ["arm", "workload"]),
         "Time to first token (benchmarks.ttft_ms_p50)":
-            _lines(frames["benchmarks"], "concurrency", "ttft_ms_p50", ["arm", "workload"]),
+            lines(frames["benchmarks"], "concurrency", "ttft_ms_p50", ["arm", "workload"]),
         "Time per output token (benchmarks.tpot_ms_p50)":
-            _lines(frames["benchmarks"], "concurrency", "tpot_ms_p50", ["arm", "workload"]),
+            lines(frames["benchmarks"], "concurrency", "tpot_ms_p50", ["arm", "workload"]),
         "Acceptance by position, served and replayed (acceptance.accept_rate, replay.accept_rate)":
-            _acceptance_by_position(frames["acceptance"], frames["replay"]),
-        "Training loss (training.loss)": _lines(frames["training"], "step", "loss", ["drafter"]),
-        "Wall time per stage (stages.wall_s)": _stage_bars(frames["stages"]),
+            acceptance_by_position(frames["acceptance"], frames["replay"]),
+        "Training loss (training.loss)": lines(frames["training"], "step", "loss", ["drafter"]),
+        "Wall time per stage (stages.wall_s)": stage_bars(frames["stages"]),
     }
     shown = {title: figure for title, figure in plots.items() if figure.data}
     divs = {
@@ -75,7 +75,6 @@ def write_report(store: Store) -> Path:
         for number, (title, figure) in enumerate(shown.items())
     }
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=select_autoescape(default=True))
-    run = _plain(frames["runs"])[0]
     html = templates.get_template("report.html.j2").render(
         facts=facts, plots=divs, crossed=_engine_by_engine(facts["acceptance"]),
         versions=json.loads(run["versions_json"]), machine=json.loads(run["machine_json"]),
@@ -105,40 +104,6 @@ def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of plain Python values; null stays null and never becomes NaN."""
     rows: list[dict[str, Any]] = json.loads(frame.to_json(orient="records", date_format="iso", double_precision=10))
     return rows
-
-
-def _lines(frame: pd.DataFrame, x: str, y: str, by: list[str]) -> go.Figure:
-    figure = go.Figure(layout={"xaxis_title": x, "yaxis_title": y, "template": "plotly_white"})
-    for key, rows in frame.dropna(subset=[y]).groupby(by):
-        _add_line(figure, rows.groupby(x)[y].median(), " ".join(map(str, key)))
-    return figure
-
-
-def _acceptance_by_position(acceptance: pd.DataFrame, replay: pd.DataFrame) -> go.Figure:
-    figure = go.Figure(layout={"xaxis_title": "position", "yaxis_title": "accept_rate", "template": "plotly_white"})
-    served = acceptance[acceptance["category"].isna() & acceptance["position"].notna()]
-    for (arm, workload), rows in served.groupby(["arm", "workload"]):
-        _add_line(figure, rows.groupby("position")["accept_rate"].median(), f"served: {arm} {workload}")
-    predicted = replay[replay["category"].isna() & replay["position"].notna()]
-    for (drafter, auxiliary), rows in predicted.groupby(["drafter", "auxiliary"]):
-        name = f"replayed: {drafter} ({auxiliary} auxiliary states)"
-        _add_line(figure, rows.groupby("position")["accept_rate"].median(), name, dash="dot")
-    return figure
-
-
-def _add_line(figure: go.Figure, points: pd.Series, name: str, dash: str = "solid") -> None:
-    figure.add_scatter(
-        x=points.index.tolist(), y=points.tolist(), mode="lines+markers", name=name, line={"dash": dash}
-    )
-
-
-def _stage_bars(stages: pd.DataFrame) -> go.Figure:
-    ordered = stages.sort_values("started_at")
-    names = (ordered["stage"] + " " + ordered["arm"].fillna("")).tolist()
-    figure = go.Figure(layout={"xaxis_title": "wall_s", "template": "plotly_white", "yaxis": {"autorange": "reversed"}})
-    if names:
-        figure.add_bar(x=ordered["wall_s"].tolist(), y=names, orientation="h", name="wall_s")
-    return figure
 
 
 def _engine_by_engine(acceptance: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
