@@ -6,10 +6,12 @@ import json
 import logging
 from pathlib import Path
 
+from tasks.errors import MachineError
 from tasks.store.keys import file_checksum
 from tasks.store.tables import Store
 
 logger = logging.getLogger(__name__)
+MAX_STARTS = 20
 PROJECT = Path(__file__).resolve().parents[1]
 
 
@@ -32,6 +34,15 @@ def tell_what_continues(store: Store) -> None:
             "code changed since this run began (%s): what is unfinished is done with the new code; finished stages, "
             "samples and measurements are kept, since their keys hold inputs and versions, not code; "
             "to redo them start a new run with a store of its own", ", ".join(changed),
+        )
+
+
+def stop_endless_retries(starts: int) -> None:
+    """Raise MachineError at the 21st start of a run: one that always crashes would be retried for ever."""
+    if starts > MAX_STARTS:
+        raise MachineError(
+            f"this run was started {MAX_STARTS} times and never completed; look into its log, then start a new run, "
+            "which reuses finished responses, states and drafters"
         )
 
 

@@ -22,8 +22,9 @@ import psutil
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
+from prefect.runtime import flow_run
 
-from flows.continuing import tell_what_continues
+from flows.continuing import stop_endless_retries, tell_what_continues
 from flows.enginelog import EngineLog, HasLog
 from flows.local_server import server_outlives_run
 from flows.progress import ProgressBars
@@ -137,6 +138,7 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
     """Keep the `runs` row true: running, then completed, failed or cancelled (a dead run stays running
     until the next run finds that its process is gone and marks it crashed)."""
     let_stages_speak()
+    stop_endless_retries(flow_run.run_count or 1)
     mark_abandoned_runs(store)
     tell_what_continues(store)
     row: dict[str, Any] = {

@@ -147,7 +147,7 @@ class StubServer:
     def _note(self, prompt: tuple[int, ...], body: dict[str, Any]) -> None:
         """A line per answered request in the journal, so that a test can count what was really done."""
         if self.options.journal:
-            facts = {"at": time.time(), "prompt": prompt, "max_tokens": body["max_tokens"], "logprobs": "logprobs" in body,
+            facts = {"at": time.time(), "prompt": prompt, "logprobs": "logprobs" in body,
                      "stream": bool(body.get("stream")), "sample_key": body.get("sample_key")}
             with Path(self.options.journal).open("a") as stream:
                 stream.write(json.dumps(facts) + "\n")

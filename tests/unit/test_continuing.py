@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows import continuing
+from tasks.errors import MachineError
 from tasks.store.tables import Store
 
 
@@ -32,3 +33,9 @@ def test_the_code_of_the_project_is_what_is_remembered(tmp_path: Path) -> None:
     store = Store(tmp_path, "run-1")
     continuing.tell_what_continues(store)
     assert {"tasks/align.py", "flows/campaign.py"} <= json.loads((store.run_dir / "code.json").read_text()).keys()
+
+
+def test_a_run_that_always_crashes_is_not_retried_for_ever() -> None:
+    continuing.stop_endless_retries(continuing.MAX_STARTS)
+    with pytest.raises(MachineError, match="started 20 times and never completed"):
+        continuing.stop_endless_retries(continuing.MAX_STARTS + 1)
