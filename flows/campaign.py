@@ -21,6 +21,7 @@ from flows.artifacts import publish_results
 from flows.form import chosen_campaign, run_name
 from flows.lock import only_campaign_on_host
 from flows.runs import Run, recorded
+from tasks.agree import agree
 from tasks.align import align
 from tasks.benchmark import benchmark
 from tasks.clean import clean
@@ -110,16 +111,21 @@ def measure_speculation(run: Run, baselines: Baselines, drafters: dict[EngineNam
     for arm in run.config.arms_of(Role.speculative):
         assert arm.speculative is not None, "the config refuses speculative arms without it"
         drafter = drafters[arm.speculative.extracted_on] if arm.speculative.drafter == "own" else None
+        replayed = {}
         for workload in run.config.workloads:
             if drafter is not None and workload.kind is WorkloadKind.prompts:
                 predict = partial(replay, arm=arm, campaign=run.config, store=run.store)
-                baseline = baselines[arm.engine, workload.name]
-                run.step("replay", f"{arm.name} {workload.name}", predict, drafter=drafter, baseline=baseline)
+                subject, baseline = f"{arm.name} {workload.name}", baselines[arm.engine, workload.name]
+                replayed[workload.name] = run.step("replay", subject, predict, drafter=drafter, baseline=baseline)
         with server_of(run, arm, drafter=drafter) as server:
             for workload in run.config.workloads:
                 measure = partial(benchmark, server, workload, run.config, run.store)
                 baseline = baselines[arm.engine, workload.name]
-                run.step("benchmark", f"{arm.name} {workload.name}", measure, baseline=baseline, drafter=drafter)
+                subject = f"{arm.name} {workload.name}"
+                served = run.step("benchmark", subject, measure, baseline=baseline, drafter=drafter)
+                if workload.name in replayed:
+                    check = partial(agree, campaign=run.config, store=run.store)
+                    run.step("agree", subject, check, replayed=replayed[workload.name], served=served)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ import torch
 from tasks import reference
 from tasks.compare import Pair, bad_share, explain, name_of, scores
 from tasks.config import Campaign
-from tasks.errors import AlignmentMiss, OffPolicy
+from tasks.diagnosis.data import prompts_row
+from tasks.errors import AlignmentMiss, OffPolicy, SeamMismatch
 from tasks.store.captured import read_states, states_index
 from tasks.store.keys import content_key
 from tasks.store.refs import AlignmentRef, StatesRef
@@ -55,8 +56,11 @@ def align(
         "check": "response_nll", "subject": "responses", "value": nll, "threshold": limits.max_nll_per_token,
         "passed": nll <= limits.max_nll_per_token, "detail": f"nats per response token of {len(pairs)} samples",
     })
+    rows.append(prompts := prompts_row(_responses(states, store).values(), campaign.target.model))
     store.write("alignment", rows, part)
     store.count("align", executed=1)
+    if prompts["passed"] is False:
+        raise SeamMismatch(f"responses: {prompts['detail']}; import or generate them with the target's own template")
     if misses:
         raise AlignmentMiss(f"{states.engine}: {'; '.join(misses)}; see table alignment")
     if not nll <= limits.max_nll_per_token:

@@ -12,17 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from tasks.config import Arm, Campaign
+from tasks.effective import check_server
 from tasks.engines.base import LaunchPlan
 from tasks.engines.ready import Readiness
 from tasks.engines.registry import engine as adapter_of
-from tasks.engines.settings import mismatches, setting_rows
-from tasks.errors import LaunchFailed, ServerLost, SettingsMismatch
-from tasks.launch import environment_for, lock_keys, nccl_observed, plan_of, requested, shown_variables
+from tasks.errors import LaunchFailed, ServerLost
+from tasks.launch import environment_for, lock_keys, plan_of, shown_variables
 from tasks.machine.handle import LOOPBACK, Supervised, choose_port
 from tasks.store.tables import Store
 
 log = logging.getLogger(__name__)
 Progress = Callable[[float, str], None]
+
 
 class Server:
     """Lazy handle of one arm's server; made by the flow, never cached, since a cached handle outlives its server."""
@@ -89,7 +90,7 @@ class Server:
         url = f"http://{LOOPBACK}:{self.plan.port}"
         self._wait_for_token(self._running, url, started + self.plan.machine.ready_timeout_s)
         log.info("%s: ready after %.1f s at %s", self.arm.name, time.monotonic() - started, url)
-        self._check_settings(url, number)
+        check_server(self._engine, url, self.log, self.plan, self._campaign, self._store, number)
         return url
 
     def _wait_for_token(self, running: Supervised, url: str, deadline: float) -> None:
@@ -121,19 +122,6 @@ class Server:
             if told and self._progress:
                 self._progress(*told)
         return offset + len(whole)
-
-    def _check_settings(self, url: str, number: int) -> None:
-        """Write requested and effective settings; a strict campaign stops at a mismatch, before any measurement."""
-        observed = [*self._engine.effective_settings(url, self.log, self.plan), *nccl_observed(self.log)]
-        asked = requested(self._engine, self.plan, self._engine.command(self.plan))
-        rows = setting_rows(asked, observed, self.plan.notes)
-        facts = {"arm": self.arm.name, "engine": self._engine.name, "load": number}
-        self._store.write("servers", [{**facts, **row} for row in rows], f"{self.arm.name}-load{number}")
-        wrong = mismatches(rows)
-        if wrong and self._campaign.strict:
-            raise SettingsMismatch(f"{self.arm.name}: {'; '.join(wrong)}; see {self.log}")
-        for text in wrong:
-            log.warning("%s: %s (campaign is not strict)", self.arm.name, text)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from tasks import reference
 from tasks.diagnosis.case import Case, Row, spread
 from tasks.diagnosis.causes import Findings
-from tasks.errors import DrafthouseError
+from tasks.errors import DrafthouseError, InputError
 from tasks.load.prompts import Prompt, read_prompts, render
 
 SAMPLES = 16
@@ -53,6 +53,19 @@ def rendering(responses: Sequence[Row], model: Path) -> Rendering:
             recorded = f"{row['prompt_tokens']} prompt tokens recorded, the template gives {len(ids)}"
             moved.append(f"sample {row['sample_key']}: {recorded}")
     return Rendering(len(rendered), other, moved)
+
+
+def prompts_row(responses: Iterable[Row], model: str) -> Row:
+    """Row `response_prompts` of table `alignment`: all responses begin as the template renders them."""
+    row: Row = {"check": "response_prompts", "subject": "responses", "threshold": 0.0}
+    try:
+        found = rendering(list(responses), Path(model))
+    except InputError as error:
+        return row | {"detail": f"not rendered again: {error}"}
+    wrong = found.other + found.moved
+    first = f"; {wrong[0]}" if wrong else ""
+    detail = f"{len(wrong)} of {found.rows} prompts are not what the chat template gives{first}"
+    return row | {"value": float(len(wrong)), "passed": not wrong, "detail": detail}
 
 
 def _check_rendering(case: Case, findings: Findings) -> None:

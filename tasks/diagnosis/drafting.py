@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tasks import reference
 from tasks.diagnosis.case import Case, texts_of
 from tasks.diagnosis.causes import Findings
 from tasks.diagnosis.folder import Folder, same_numbers
@@ -44,7 +45,7 @@ def check_drafter(folder: Folder, head: TargetHead, case: Case, findings: Findin
         f"{float(hits.float().mean()):.1%} of first drafts right; best repair: {tried[0].text} ({tried[0].nats:+.3f})"
     )
     _rank(real, findings)
-    _check_mask(setup, texts, findings)
+    _check_mask(setup, texts, case, findings)
     explained = max((f.score for f in findings.found), default=0.0)
     if explained < 0.5:
         _check_training(setup, head, texts, case, findings)
@@ -77,21 +78,34 @@ def _rank(real: Sequence[Gain], findings: Findings) -> None:
         findings.add(gain.id, score, text)
 
 
-def _check_mask(setup: Setup, texts: Sequence[Text], findings: Findings) -> None:
-    """A drafter of responses is better at responses than at prompts; one that learnt prompts is not."""
-    inside, hit_inside = costs(setup, texts)
-    outside, hit_outside = costs(setup, texts, prompt=True)
-    if len(outside) < 50 or len(inside) < 50:
-        return
-    better = float(hit_outside.float().mean()) - float(hit_inside.float().mean())
-    error = math.sqrt(0.25 / len(inside) + 0.25 / len(outside))
-    cheaper = float(inside.mean()) - float(outside.mean())
-    if better > 3 * error and cheaper > 0:
-        text = (
-            f"first drafts are right in {float(hit_outside.float().mean()):.1%} of the prompt tokens and only "
-            f"{float(hit_inside.float().mean()):.1%} of the response tokens"
-        )
-        findings.add("loss_mask", min(0.96, 0.7 + better), text)
+def _check_mask(setup: Setup, texts: Sequence[Text], case: Case, findings: Findings) -> None:
+    """A drafter of responses imitates the target on responses; one that learnt prompts does so on prompts.
+
+    Measured by the share of the way from a uniform guess to the target's own distribution.
+    """
+    learnt: dict[bool, float] = {}
+    for prompt in (False, True):
+        pairs = [_imitation(setup, text, case, prompt) for text in texts]
+        missed, uniform = (float(torch.cat([pair[n] for pair in pairs]).mean()) for n in (0, 1))
+        learnt[prompt] = 1 - missed / max(uniform, 1e-9)
+    if learnt[True] > learnt[False] + 0.1 and learnt[True] > 0.2:
+        text = f"it has learnt {learnt[True]:.0%} of the target's choices in prompts, {learnt[False]:.0%} in responses"
+        findings.add("loss_mask", 0.75 + 0.25 * min(1.0, learnt[True] - learnt[False]), text)
+
+
+@torch.no_grad()
+def _imitation(setup: Setup, text: Text, case: Case, prompt: bool) -> tuple[Tensor, Tensor]:
+    """Kullback-Leibler distance over the draft vocabulary of the drafter, and of a uniform guess, from the target."""
+    embedded = setup.embedded(text)[None]
+    logits = next(iter(setup.drafter.unroll(setup.auxiliary(text)[None, :-1], 1, lambda *_: embedded)))[0]
+    states = text.states_TKD[1:, -2]  # hidden_states[N] of the position that makes the choice
+    wanted = reference.logits(case.model, states)[:, setup.target_ids].log_softmax(-1)
+    place = torch.arange(len(wanted)) + 2
+    use = (place > 2) & (place < text.prompt_tokens) if prompt else place >= text.prompt_tokens
+    log_share = logits.float().log_softmax(-1)[use]
+    chosen = wanted[use]
+    distance = (chosen.exp() * (chosen - log_share)).sum(-1)
+    return distance, (chosen.exp() * chosen).sum(-1) + math.log(len(setup.target_ids))
 
 
 def _check_training(

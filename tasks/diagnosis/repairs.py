@@ -201,7 +201,8 @@ class Gain:
 
     @property
     def real(self) -> bool:
-        return self.nats > GAIN_NATS and self.nats > STANDARD_ERRORS * self.error
+        beyond_chance = self.nats > GAIN_NATS and self.nats > STANDARD_ERRORS * self.error
+        return beyond_chance and self.hits_after > self.hits_before + 0.01  # from bad to bad is no repair
 
 
 def gains(setup: Setup, tried: Iterator[Repair], texts: Sequence[Text]) -> list[Gain]:

@@ -38,7 +38,8 @@ def unroll_loss(
     The target's distribution is its softmax over the draft vocabulary, as in EAGLE-3 (Li et al., 2025);
     tokens whose most likely successor the drafter cannot say are not supervised, but count in `tokens`.
     """
-    ids_BT, mask_BT = batch.token_ids, batch.mask
+    ids_BT, mask_BT = batch.token_ids, batch.mask.clone()
+    mask_BT[:, 0] = False  # nothing stands before the first token that could have chosen it
     wanted_M3 = mask_BT.nonzero()  # position p: the token at p is the target's own choice, made at p - 1
     best_BT = torch.full_like(ids_BT, -1)
     row = torch.full_like(ids_BT, -1)  # position -> row of soft_MV

@@ -20,6 +20,12 @@ def same(requested: str, effective: str) -> bool:
         return a == b
 
 
+def strongest(observed: Sequence[Observed]) -> dict[str, str]:
+    """Setting -> value of the strongest source that reports one."""
+    known = sorted((o for o in observed if o.value is not None), key=lambda o: _STRENGTH[o.source])
+    return {o.setting: o.value for o in known if o.value is not None}
+
+
 def setting_rows(
     requested: Mapping[str, str], observed: Sequence[Observed], notes: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:

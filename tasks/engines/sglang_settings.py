@@ -33,6 +33,7 @@ _LINES: tuple[tuple[str, re.Pattern[str], str | None], ...] = tuple(
         ("kv_dtype", r"KV Cache is allocated\. dtype: torch\.(\w+)", None),
         ("cuda_graph", r"(?i)cuda graph is disabled because", "false"),
         ("cuda_graph", r"Capture (?:target )?(?:decode|verify) CUDA graph end", "true"),
+        ("cuda_graph.max_batch", r"Capture (?:target )?(?:decode|verify) CUDA graph begin.* bs=\[.*?(\d+)\]", None),
         ("cuda_graph.prefill", r"Disable (?:target )?prefill CUDA graph because", "false"),
         ("cuda_graph.prefill", r"Capture (?:target )?prefill CUDA graph end", "true"),
         ("custom_all_reduce", r"(?i)custom all-?reduce is disabled", "false"),
@@ -91,6 +92,7 @@ def from_server_info(info: dict[str, Any]) -> list[Observed]:
         row("attention_backend", "attention_backend", info.get("attention_backend")),
         row("quantization", "quantization", info.get("quantization") or "none"),
         row("cuda_graph", "cuda_graph_config.decode.backend", decode),
+        row("cuda_graph.max_batch", "cuda_graph_config.decode.max_bs", (graphs.get("decode") or {}).get("max_bs")),
         row("cuda_graph.prefill", "cuda_graph_config.prefill.backend", prefill),
         row("speculative.method", "speculative_algorithm", algorithm),
     ]

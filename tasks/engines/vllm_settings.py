@@ -20,8 +20,8 @@ from tasks.engines.vllm_http import get_json, get_metrics
 REPORTED = (  # every canonical setting that gets a row, reported or not
     "engine_version", "dtype", "kv_dtype", "quantization", "tensor_parallel", "max_running_requests", "kv_tokens",
     "chunked_prefill_size", "prefix_cache", "attention_backend", "cuda_graph", "cuda_graph.sizes",
-    "custom_all_reduce", "nccl.version", "speculative.method", "speculative.num_speculative_tokens",
-    "speculative.points", "plugin", "capture.points",
+    "cuda_graph.max_batch", "custom_all_reduce", "nccl.version", "speculative.method",
+    "speculative.num_speculative_tokens", "speculative.points", "plugin", "capture.points",
 )
 CAPTURE_PID = "capture.pid"
 
@@ -141,6 +141,7 @@ _TOLD = (  # parts of the one line with vLLM's resolved configuration
     _line("prefix_cache", "config.enable_prefix_caching", r", enable_prefix_caching=(True|False)"),
     _line("cuda_graph", "config.enforce_eager", r", enforce_eager=True", "false"),
     _line("cuda_graph", "config.cudagraph_mode", r"'cudagraph_mode': <CUDAGraphMode\.NONE", "false"),
+    _line("cuda_graph.max_batch", "config.max_cudagraph_capture_size", r"'max_cudagraph_capture_size': (\d+)"),
     _line("custom_all_reduce", "config.disable_custom_all_reduce", r", disable_custom_all_reduce=True", "false"),
     _line("speculative.method", "config.speculative_config", r"SpeculativeConfig\(method='(\w+)'"),
     _line("speculative.num_speculative_tokens", "config.speculative_config", r"num_spec_tokens=(\d+)\)"),

@@ -27,6 +27,7 @@ def test_the_log_of_a_base_server() -> None:
     assert log_values("base") == {
         "attention_backend": "fa3", "max_running_requests": "4096", "kv_tokens": "1929047",
         "chunked_prefill_size": "8192", "kv_dtype": "bfloat16", "cuda_graph": "true", "cuda_graph.prefill": "true",
+        "cuda_graph.max_batch": "256",
     }
 
 

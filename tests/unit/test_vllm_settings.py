@@ -26,6 +26,7 @@ def known(rows: list[Observed]) -> dict[str, str]:
 H200 = {
     "engine_version": "0.26.0", "dtype": "bfloat16", "kv_dtype": "auto", "quantization": "none", "tensor_parallel": "1",
     "chunked_prefill_size": "8192", "prefix_cache": "false", "attention_backend": "flash_attn", "cuda_graph": "true",
+    "cuda_graph.max_batch": "512",
 }
 
 

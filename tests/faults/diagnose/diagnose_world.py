@@ -137,7 +137,7 @@ def world_from(base: Path, model: Path, folder: Path, seed: int, samples: int = 
             outputs = pq.read_table(file.parent / "outputs.parquet").to_pylist()
     drafter = campaign.drafter.model_copy(
         update={"epochs": 9, "batch_size": 4, "learning_rate": 3e-3, "warmup_steps": 6, "seed": seed,
-                "checkpoint_every_steps": 1000, "unroll_steps": 3}
+                "checkpoint_every_steps": 1000, "unroll_steps": 2}
     )
     target = campaign.target.model_copy(update={"model": str(model)})
     campaign = campaign.model_copy(update={"target": target, "drafter": drafter})

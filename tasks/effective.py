@@ -1,0 +1,40 @@
+"""What a ready server really is: effective settings against requested ones, hazards, and whether it talks sense."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tasks.config import Campaign
+from tasks.engines.base import Engine, LaunchPlan
+from tasks.engines.hazards import hazards
+from tasks.engines.settings import mismatches, setting_rows
+from tasks.errors import SettingsMismatch
+from tasks.launch import nccl_observed, requested
+from tasks.sanity import check_sanity
+from tasks.store.tables import Store
+
+log = logging.getLogger(__name__)
+
+
+def check_server(
+    engine: Engine, url: str, server_log: Path, plan: LaunchPlan, campaign: Campaign, store: Store, number: int
+) -> None:
+    """Write the rows of table `servers`, then stop what must not be measured.
+
+    A strict campaign stops at a mismatch (SettingsMismatch), any campaign at a server that talks nonsense
+    (LaunchFailed).
+    """
+    observed = [*engine.effective_settings(url, server_log, plan), *nccl_observed(server_log)]
+    rows = setting_rows(requested(engine, plan, engine.command(plan)), observed, plan.notes)
+    dangers = hazards(observed, plan, campaign)
+    facts = {"arm": plan.arm.name, "engine": engine.name, "load": number}
+    store.write("servers", [{**facts, **row} for row in [*rows, *dangers]], f"{plan.arm.name}-load{number}")
+    for row in dangers:
+        log.warning("%s: %s: %s", plan.arm.name, row["setting"], row["detail"])
+    wrong = mismatches(rows)
+    if wrong and campaign.strict:
+        raise SettingsMismatch(f"{plan.arm.name}: {'; '.join(wrong)}; see {server_log}")
+    for text in wrong:
+        log.warning("%s: %s (campaign is not strict)", plan.arm.name, text)
+    check_sanity(engine, url, plan, campaign, store, number)
