@@ -62,7 +62,8 @@ def regenerate(
         _check_policy(rows, campaign, pool)
         with store.new_artifact("responses", key, {"pool": pool_key, "samples": len(rows)}) as folder:
             write_parquet(rows_to_table("responses", rows), folder / "responses.parquet")
-    store.write("responses", [r | {"reused_from": None} if r["reused_from"] == store.run_id else r for r in rows], "all")
+    shown = [row | {"reused_from": None} if row["reused_from"] == store.run_id else row for row in rows]
+    store.write("responses", shown, "all")
     return ResponsesRef(key=key, samples=len(rows), tokens=sum(len(row["token_ids"]) for row in rows))
 
 
@@ -100,8 +101,7 @@ def _generate(
     server: RunningServer, campaign: Campaign, store: Store, missing: list[Row], parts: PartWriter,
     report: Callable[[int], None] | None,
 ) -> None:
-    adapter, sampling = engine(server.arm.engine), campaign.sampling
-    waiting = {row["sample_key"]: row for row in missing}
+    adapter, sampling, waiting = engine(server.arm.engine), campaign.sampling, {r["sample_key"]: r for r in missing}
     bodies = {
         key: adapter.completion_body(
             campaign.target.name, row["token_ids"], row.pop("max_tokens"), temperature=sampling.temperature,
