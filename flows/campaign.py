@@ -74,14 +74,17 @@ Baselines = dict[tuple[EngineName, str], BenchmarkRef]
 
 
 def measure_base_arms(run: Run) -> tuple[Baselines, ResponsesRef | None]:
-    """Benchmark every base arm; the first one that is up also generates the training responses."""
+    """Benchmark every base arm, each compared with the first one, which also generates the training responses."""
     baselines: Baselines = {}
+    first: dict[str, BenchmarkRef] = {}
     responses = None
     for arm in run.config.arms_of(Role.base):
         with server_of(run, arm) as server:
             for workload in run.config.workloads:
-                measure = partial(benchmark, server, workload, run.config, run.store)
-                measured = run.step("benchmark", f"{arm.name} {workload.name}", measure, baseline=None, drafter=None)
+                measure = partial(benchmark, server, workload, run.config, run.store, drafter=None)
+                other = first.get(workload.name)
+                measured = run.step("benchmark", f"{arm.name} {workload.name}", measure, baseline=other)
+                first.setdefault(workload.name, measured)
                 baselines.setdefault((arm.engine, workload.name), measured)
             if responses is None and run.config.arms_of(Role.extraction):
                 generate = partial(regenerate, server, run.config, run.store)

@@ -199,8 +199,11 @@ class Campaign(Frozen):
         extracting = {a.engine for a in self.arms if a.role is Role.extraction}
         if extracting and not any(a.role is Role.base for a in self.arms):
             raise ValueError("arms: extraction needs a base arm, whose server generates the responses")
+        measured = {a.engine for a in self.arms if a.role is Role.base}
         for arm in self.arms:
             spec = arm.speculative
+            if spec and arm.engine not in measured:
+                raise ValueError(f"arms: {arm.name} needs a base arm on {arm.engine} to be compared with")
             if spec and spec.drafter == "own" and spec.extracted_on not in extracting:
                 raise ValueError(f"arms: {arm.name} wants a drafter from {spec.extracted_on}, no arm extracts there")
         return self

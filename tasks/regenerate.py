@@ -71,11 +71,10 @@ def _wanted(campaign: Campaign) -> tuple[str, dict[str, Row]]:
     """Pool key, and per sample key the row without its answer, in prompt order."""
     model, sampling = Path(campaign.target.model), campaign.sampling
     target, template = weights_fingerprint(model), template_fingerprint(model)
-    how = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    prompts, trusted = campaign.prompts, campaign.target.trust_remote_code
+    how, prompts = {"temperature": sampling.temperature, "top_p": sampling.top_p}, campaign.prompts
     wanted, no_room = dict[str, Row](), 0
-    read = read_prompts(Path(prompts.train_file), prompts.train_samples)
-    for rendered in render(read, model, prompts.max_prompt_tokens, trust_remote_code=trusted):
+    read = read_prompts(prompts.train_file, prompts.train_samples)
+    for rendered in render(read, model, prompts.max_prompt_tokens, trust_remote_code=campaign.target.trust_remote_code):
         # Extraction sends prompt and response and lets the engine add one token, so that must fit too.
         room = campaign.target.max_model_len - 1 - len(rendered.token_ids)
         prompt, limit = rendered.prompt, min(sampling.max_tokens, room)
@@ -125,8 +124,8 @@ def _generate(
     log.info("regenerate: %s", asked)
     if asked.unanswered:
         raise EngineError(
-            f"regenerate: {len(asked.unanswered)} of {len(bodies)} prompts got no answer ({asked}; first: "
-            f"{next(iter(asked.unanswered.values()))}); what was answered is kept, a rerun asks for the rest"
+            f"regenerate: {len(asked.unanswered)} of {len(bodies)} prompts unanswered ({asked}; first: "
+            f"{next(iter(asked.unanswered.values()))}); what was answered is kept, rerun for the rest"
         )
 
 
