@@ -107,11 +107,14 @@ def test_the_same_prompt_twice_and_a_shared_prefix(extraction: Extraction) -> No
 
 
 def test_a_retracted_request_is_captured_once_and_rightly(extraction: Extraction) -> None:
-    """The answers outgrow the KV cache, so SGLang takes requests back and computes their prompts again."""
+    """The answers outgrow the KV cache, so SGLang takes requests back and computes their prompts again.
+
+    Not with `ignore_eos`, for which it sets the whole answer's cache aside.
+    """
     wanted = texts("retracted", (200,) * 12)
 
     def ask(key: str) -> int:
-        body = ENGINE.completion_body("target", wanted[key], 400, stream=False, ignore_eos=True, sample_key=key)
+        body = ENGINE.completion_body("target", wanted[key], 400, stream=False, sample_key=key)
         answer = post(extraction.url, body)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["meta_info"]["num_retractions"])
