@@ -20,7 +20,7 @@ from tasks.config import Role
 from tasks.engines.settings import mismatches, setting_rows
 from tasks.errors import SettingsMismatch
 from tasks.serve import Server, serving
-from tasks.store.states import read_acks
+from tasks.store.states import Sample, read_acks, read_sample
 from tasks.store.tables import Store
 from tests.conftest import environment_python
 
@@ -72,7 +72,10 @@ def texts(prefix: str, lengths: tuple[int, ...] = LENGTHS) -> dict[str, list[int
 def assert_states_are_transformers(
     extraction: Extraction, wanted: dict[str, list[int]], at_once: int, max_tokens: int = 1
 ) -> None:
-    samples = capture(extraction.url, extraction.folder, wanted, at_once, max_tokens)
+    assert_right(extraction, wanted, capture(extraction.url, extraction.folder, wanted, at_once, max_tokens))
+
+
+def assert_right(extraction: Extraction, wanted: dict[str, list[int]], samples: dict[str, Sample]) -> None:
     for key, token_ids in wanted.items():
         sample = samples[key]
         assert sample.token_ids == token_ids
@@ -125,7 +128,8 @@ def test_a_retracted_request_is_captured_once_and_rightly(extraction: Extraction
     acks = wait_for_acks(extraction.folder, set(wanted))
     lines = "".join(file.read_text() for file in extraction.folder.glob("acks-*.jsonl"))
     assert all(lines.count(f'"{key}"') == 1 for key in wanted), acks
-    assert_states_are_transformers(extraction, {f"{key}-again": ids for key, ids in list(wanted.items())[:2]}, 2)
+    places = {key: (acks[key]["shard"], acks[key]["row_group"]) for key in wanted}
+    assert_right(extraction, wanted, {key: read_sample(extraction.folder, *place) for key, place in places.items()})
 
 
 def test_requests_without_a_sample_key_are_not_captured(extraction: Extraction) -> None:
@@ -152,11 +156,13 @@ def test_a_sample_key_that_is_no_key_is_refused_and_the_server_lives(extraction:
     assert complete(extraction.url, [5, 6, 7]).prompt_tokens == 3
 
 
-def test_aborted_requests_store_nothing(extraction: Extraction) -> None:
+def test_aborted_requests_disturb_no_other(extraction: Extraction) -> None:
     body = ENGINE.completion_body("target", [5] * 600, 100, ignore_eos=True, sample_key="aborted")
     for _ in range(4):
-        with pytest.raises(requests.exceptions.RequestException):
-            requests.post(f"{extraction.url}{ENGINE.endpoint}", json=body, timeout=0.01)
+        with requests.post(f"{extraction.url}{ENGINE.endpoint}", json=body, stream=True, timeout=60) as answer:
+            next(answer.iter_content(16))
+        with pytest.raises(requests.exceptions.RequestException):  # while it is still in prefill
+            requests.post(f"{extraction.url}{ENGINE.endpoint}", json=body, timeout=0.02)
     deadline = time.monotonic() + 60
     while ENGINE.running_requests(extraction.url):
         assert time.monotonic() < deadline, "aborted requests still run"
