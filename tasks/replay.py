@@ -12,8 +12,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
-from tasks.config import Arm, Campaign
+from tasks.config import Arm, Campaign, WorkloadKind
 from tasks.eagle3.drafting import Walk, agreement, drafts_at_every_start, walk
 from tasks.eagle3.export import load_drafter
 from tasks.eagle3.target import read_target_head
@@ -38,25 +39,26 @@ def replay(
     k, target = arm.speculative.num_speculative_tokens, Path(campaign.target.model)
     requests = _requests(baseline, store)
     key = content_key("replay", drafter.key, arm.engine, k, requests)
-    part = f"{drafter.name}-{arm.name}-{baseline.workload}"
+    labels = {"drafter": drafter.name, "workload": baseline.workload}
     if manifest := store.manifest("replay", key):
         rows = pq.read_table(store.artifact("replay", key) / "replay.parquet").to_pylist()
-        rows = [row | {"reused_from": manifest["made_by"]} for row in rows]
+        rows = [row | labels | {"reused_from": manifest["made_by"]} for row in rows]
         store.count("replay", reused=len(requests))
     else:
         folder = store.artifact("drafter", drafter.key) / "serve" / arm.engine
+        states = layer_states(target, [_text(request) for request in requests], drafter.points)
         rows = []
-        for auxiliary in (TRUE, ZEROED):
-            walks = replay_requests(folder, target, requests, drafter.points, k, auxiliary, progress)
-            labels = {"drafter": drafter.name, "workload": baseline.workload, "auxiliary": auxiliary}
-            rows += [labels | row for row in _rows(walks, requests, k)]
+        for auxiliary, shown in ((TRUE, states), (ZEROED, [torch.zeros_like(s) for s in states])):
+            walks = replay_requests(folder, target, requests, shown, k, progress)
+            rows += [labels | {"auxiliary": auxiliary} | row for row in _rows(walks, requests, k)]
         with store.new_artifact("replay", key, {"drafter": drafter.key, "requests": len(requests)}) as place:
             write_parquet(rows_to_table("replay", rows), place / "replay.parquet")
         store.count("replay", executed=len(requests))
-    store.write("replay", rows, part)
+    store.write("replay", rows, f"{drafter.name}-{arm.name}-{baseline.workload}")
     whole = next(r for r in rows if r["auxiliary"] == TRUE and r["category"] is None and r["position"] is None)
     least = campaign.thresholds.min_accept_length
-    if whole["accept_length"] is None or whole["accept_length"] < least:
+    random = any(w.name == baseline.workload and w.kind is WorkloadKind.random for w in campaign.workloads)
+    if whole["accept_length"] < least and not random:  # after random tokens even a good drafter may be lost
         raise DrafterBroken(
             f"replay: accept length {whole['accept_length']:.3f} over {whole['drafts']} drafts is below {least} "
             f"(thresholds.min_accept_length); drafter {drafter.key} does not draft, so no server was started for it"
@@ -65,24 +67,29 @@ def replay(
 
 
 def replay_requests(
-    folder: Path, target: Path, requests: Sequence[dict[str, Any]], points: Sequence[int], k: int,
-    auxiliary: str = TRUE, progress: Callable[[int, int], None] | None = None,
+    folder: Path, target: Path, requests: Sequence[dict[str, Any]], states: Sequence[Tensor], k: int,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Walk]:
-    """Draft along `requests` (prompt_token_ids, output_token_ids) with the drafter in `folder`; one Walk each."""
+    """Draft along `requests` (prompt_token_ids, output_token_ids) with the drafter in `folder`; one Walk each.
+
+    `states` are the target's at the drafter's points [tokens, points, width], one tensor per request.
+    """
     model, target_ids, own_embeddings = load_drafter(folder, target)
     head = read_target_head(target, torch.float32, torch.device("cpu"))
     embeddings = head.embeddings_VD if own_embeddings is None else own_embeddings
-    texts = [[*request["prompt_token_ids"], *request["output_token_ids"]] for request in requests]
-    states = layer_states(target, texts, points)
+    texts = [_text(request) for request in requests]
     walks = []
     for number, (text, states_TPD) in enumerate(zip(texts, states, strict=True)):
-        auxiliary_TA = states_TPD.flatten(1) if auxiliary == TRUE else torch.zeros_like(states_TPD.flatten(1))
-        drafts = drafts_at_every_start(model, target_ids, embeddings, text, auxiliary_TA, k)
+        drafts = drafts_at_every_start(model, target_ids, embeddings, text, states_TPD.flatten(1), k)
         walks.append(walk(drafts, text, len(requests[number]["prompt_token_ids"])))
         if progress is not None:
             progress(number + 1, len(texts))
     _settle_ends(target, texts, walks)
     return walks
+
+
+def _text(request: dict[str, Any]) -> list[int]:
+    return [*request["prompt_token_ids"], *request["output_token_ids"]]
 
 
 def _settle_ends(target: Path, texts: Sequence[list[int]], walks: Sequence[Walk]) -> None:
@@ -116,10 +123,9 @@ def _rows(walks: Sequence[Walk], requests: Sequence[dict[str, Any]], k: int) -> 
         counts = [count for w in chosen for count in w.accepted]
         total = {"category": category, "position": None, "drafts": len(counts), "accepted": sum(counts)}
         yield total | {
-            "accept_rate": sum(counts) / (k * len(counts)) if counts else None,
-            "accept_length": 1 + sum(counts) / len(counts) if counts else None,
+            "accept_rate": sum(counts) / (k * len(counts)), "accept_length": 1 + sum(counts) / len(counts),
         }
         for position in range(k):
             accepted = sum(count > position for count in counts)
-            rate = accepted / len(counts) if counts else None
+            rate = accepted / len(counts)
             yield total | {"position": position, "accepted": accepted, "accept_rate": rate, "accept_length": None}

@@ -42,11 +42,11 @@ def train(
     key = content_key(
         "drafter", states.key, responses.key, alignment.key, config.model_dump(mode="json", exclude={"name"}), layer_ids
     )
-    ref = DrafterRef(key=key, name=config.name, extracted_on=states.engine, points=config.points)
-    part = f"{config.name}-{states.engine}"
+    name = f"{config.name}-{states.engine}"  # a campaign may train one drafter per extracting engine
+    ref = DrafterRef(key=key, name=name, extracted_on=states.engine, points=config.points)
     if manifest := store.manifest("drafter", key):
         rows = pq.read_table(store.artifact("drafter", key) / "training.parquet").to_pylist()
-        store.write("training", [row | {"reused_from": manifest["made_by"]} for row in rows], part)
+        store.write("training", [row | {"drafter": name, "reused_from": manifest["made_by"]} for row in rows], name)
         store.count("train", reused=len(rows))
         return ref
 
@@ -64,7 +64,7 @@ def train(
     shape = drafter_config(target_config(target), config.draft_vocab_size)
     drafter = start_drafter(shape, head, vocabulary, config.seed)
     trainer = Trainer(drafter, head, vocabulary, data, config, store.pool("training", key), device)
-    rows = _rows(config.name, trainer.fit(progress))
+    rows = _rows(name, trainer.fit(progress))
     store.count("train", executed=trainer.total - trainer.resumed_at, reused=trainer.resumed_at)
     facts = {
         "states": states.key, "responses": responses.key, "alignment": alignment.key, "points": list(config.points),
@@ -74,7 +74,7 @@ def train(
     with store.new_artifact("drafter", key, facts) as folder:
         export_drafter(drafter, vocabulary, folder, layer_ids, config.points, target)
         write_parquet(rows_to_table("training", rows), folder / "training.parquet")
-    store.write("training", rows, part)
+    store.write("training", rows, name)
     return ref
 
 

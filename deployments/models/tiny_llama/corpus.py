@@ -1,9 +1,8 @@
 """The tiny target's world: seeded prompts and answers in nine categories, all of it written here.
 
-An answer is a function of its prompt wherever a reader would expect one (what a baker uses, how an
-onion is prepared, what 34 + 58 is), so greedy answers to different prompts differ; words that nothing
-in the prompt decides are drawn at random. `held_out_and_training` splits prompts so that no run of
-five words of a held-out prompt stands in any training prompt.
+An answer is a function of its prompt (what a baker uses, how an onion is prepared, what 34 + 58 is),
+so answers to different prompts differ, greedy ones too. `held_out_and_training` splits prompts so that
+no run of five words of a held-out prompt stands in any training prompt. The words are in words.txt.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 RUN = 5  # words: no longer run is shared by held-out and training prompts
 
@@ -23,158 +23,44 @@ class Example:
     answer: str
 
 
-def bank(text: str) -> list[list[str]]:
-    """Rows separated by newlines, fields by `|`."""
-    return [[cell.strip() for cell in row.split("|")] for row in text.strip().splitlines()]
+_TEXT = (Path(__file__).parent / "words.txt").read_text().strip().removeprefix("[")
+SECTIONS = dict(part.split("]\n", 1) for part in _TEXT.split("\n\n["))
 
 
-NAMES = """Ada Anton Bela Bruno Cleo Dario Edda Emil Fanny Felix Greta Hugo Ida Igor Jonas Juno Kira Klaus Lena Linus
-Mara Milo Nadia Nico Olga Oskar Paula Pedro Quirin Rosa Rufus Selma Simon Tessa Theo Ulla Viktor Wanda Xenia Yara
-Yusuf Zora Alma Bodo Celia Detlef Elsa Fritz Gisela Hanno Ines Jakob Katja Lorenz Minna Nils Ottilie Pia Ralf
-Svenja Till Ursel Vera Willi""".split()
-PLACES = """Lisbon Bergen Kyoto Quito Dakar Turin Galway Riga Cusco Hobart Malmo Tunis Porto Osaka Leeds Bern Lagos
-Hanoi Split Graz Nantes Oslo Tartu Seville Boston Bogota Cairo Delhi Perth Sofia Vilnius Zagreb""".split()
-COLOURS = "amber black blue brown copper crimson green grey ivory olive pink purple red silver white yellow".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-HOBBIES = """chess sailing pottery baking climbing fencing gardening painting rowing singing skating weaving archery
-cycling drumming fishing juggling knitting origami running""".split()
-ANIMALS = bank("""
-fox | clever | a den under an oak | berries | run without a sound
-owl | patient | a hollow tower | mice | see in the dark
-bear | strong | a cave by the falls | honey | lift heavy stones
-otter | playful | a bend of the river | fresh fish | dive for hours
-mouse | careful | a hole behind the stove | crumbs | slip through any gap
-heron | quiet | the reeds | frogs | stand still all day
-goat | stubborn | a steep meadow | thistles | climb any cliff
-hare | nervous | a field of barley | clover | leap over hedges
-badger | grumpy | a deep burrow | roots | dig through the night
-swan | proud | a still pond | water weed | glide without a ripple
-raven | curious | the old church | seeds | remember every face
-turtle | slow | a sandy bay | sea grass | wait for a whole year
-wolf | loyal | the pine forest | cold meat | follow a trail for miles
-lizard | lazy | a warm wall | flies | vanish into cracks
-donkey | gentle | a barn with no door | hay | carry any load
-squirrel | busy | a tall beech | nuts | hide things well
-""")
-OBJECTS = bank("""
-lantern | glowed in the grass | showed the way home | light
-key | lay under a stone | opened the garden gate | doors
-map | floated in a puddle | led to a hidden well | roads
-drum | rolled down the hill | woke the whole village | music
-mirror | leaned on a tree | showed tomorrow's weather | truth
-kite | hung in the branches | pulled the clouds away | wind
-coin | shone in the mud | bought bread for everyone | luck
-bell | rang below the bridge | called the lost sheep | home
-book | stood on a fence | told stories at night | words
-boat | drifted to the bank | crossed the wide lake | water
-clock | ticked inside a log | stopped the rain at noon | time
-rope | was tied to a rock | pulled a cart from the ditch | friends
-hat | sat on a scarecrow | kept the snow away | winter
-flute | whistled in the wind | calmed the angry bees | song
-""")
-JOBS = bank("""
-baker | dough, flour and an oven | before sunrise | kneads the dough | warm bread | the loaf sounds hollow
-carpenter | wood, nails and a saw | in a workshop | measures each board | a solid table | nothing wobbles
-doctor | charts and a thermometer | in a clinic | listens to the heart | a clear plan | the fever falls
-farmer | seed, soil and a tractor | on open fields | ploughs the ground | a rich harvest | the barn is full
-gardener | spades, shears and compost | between the beds | trims the hedge | bright flowers | the bees return
-pilot | maps, dials and a radio | high in the air | checks the fuel | a smooth flight | the wheels touch down
-plumber | pipes, valves and a wrench | under the sink | closes the main tap | a dry floor | the dripping stops
-tailor | cloth, thread and pins | beside a window | marks the seams | a neat coat | the sleeves sit well
-teacher | chalk, books and questions | in a classroom | explains the task | new ideas | every pupil can answer
-sailor | ropes, sails and a compass | on the open sea | reads the wind | a safe crossing | the harbour is in sight
-nurse | bandages and clean water | on a busy ward | washes the wound | quick relief | the patient can sleep
-painter | brushes, oil and canvas | in a bright studio | mixes the colours | a lively picture | the paint is dry
-mason | stones, lime and a trowel | on a scaffold | levels the first row | a straight wall | the line is true
-cook | pans, knives and spices | behind the counter | chops the onions | a hot meal | the plates come back empty
-miller | grain, stones and sacks | beside the stream | opens the sluice | fine flour | the last sack is tied
-potter | clay, water and a wheel | in a dusty shed | centres the clay | round bowls | the glaze shines
-fisher | nets, hooks and a boat | off the coast | casts the net | silver herring | the hold is heavy
-smith | iron, coal and a hammer | at the forge | heats the bar | sharp tools | the edge is hard
-librarian | shelves, cards and silence | among old books | sorts the returns | good advice | each book has its place
-beekeeper | hives, smoke and a veil | behind the orchard | lifts the frames | golden honey | the jars are sealed
-""")
-INGREDIENTS = bank("""
-onions | chop | fry | soft | 6
-carrots | slice | boil | tender | 9
-rice | rinse | simmer | fluffy | 14
-lentils | soak | cook | creamy | 20
-potatoes | peel | roast | crisp | 30
-tomatoes | crush | stew | thick | 12
-mushrooms | clean | brown | dark | 7
-spinach | wash | steam | bright | 3
-beans | drain | heat | warm | 5
-pumpkin | cube | bake | sweet | 25
-leeks | halve | braise | silky | 11
-peppers | core | grill | smoky | 8
-barley | toast | cook | chewy | 35
-fennel | shave | glaze | golden | 10
-cabbage | shred | wilt | glossy | 4
-noodles | loosen | boil | springy | 2
-""")
-DISHES = "soup stew salad pie curry bowl bake broth gratin pilaf".split()
-TRIPS = bank("""
-picnic | a blanket to sit on | bread for the hungry | a knife for the cheese | cold tea in a flask | a bag for the rubbish
-camping trip | a tent against the rain | matches for the fire | a torch for the night | dry socks in a bag | a pot for the soup
-school fair | tables for the cakes | a box for the coins | paper for the signs | games for the children | a list of helpers
-long hike | boots with good soles | a map of the paths | water in a bottle | nuts for the climb | a whistle for help
-beach day | a towel for each child | cream against the sun | a shade that stands | a ball to throw | fruit in a cooler
-house move | boxes of strong card | tape for the lids | a cart for the sofa | labels for the rooms | lunch for the friends
-night train | a ticket in your pocket | a scarf as a pillow | a novel to read | an early alarm | a snack for later
-garden party | lights in the trees | chairs from the shed | juice in big jugs | music that is soft | a plan for rain
-bike tour | a pump for the tyres | gloves for the hands | a spare tube | a lock with a key | a coat that folds
-winter walk | a cap for the ears | tea with ginger | a stick for the ice | gloves made of wool | a watch for the dusk
-film night | a screen on the wall | pillows on the floor | popcorn with salt | a vote on the film | a lamp turned low
-museum visit | a plan of the halls | coins for the locker | a pencil for sketches | shoes that are quiet | time for the cafe
-""")
-EVENTS = bank("""
-concert | the choir sings at eight | bring your tickets | the hall is small
-wedding | we dance until midnight | wear something blue | the cake has five layers
-meeting | we talk about the budget | bring the new numbers | the room is on floor two
-exam | it begins with the essay | bring two pens | the bell rings only once
-market | the stalls open at dawn | take a large basket | the plums are ripe
-parade | the drums go first | stand by the fountain | the street will be closed
-rehearsal | we try the second act | learn your lines | the costumes are ready
-auction | the clock is sold first | bring some patience | the bids start low
-regatta | the boats leave at ten | wear a warm jacket | the wind comes from the west
-funeral | we meet at the chapel | bring white flowers | the family is grateful
-lecture | it is about glaciers | sit near the front | the slides are in colour
-harvest | we pick the last pears | wear old shoes | the ladder is in the barn
-""")
-OUTINGS = bank("""
-museum | look at the old masks | the guard
-castle | climb the north tower | the guide
-harbour | watch the ferries turn | a sailor
-bakery | try the almond rolls | the baker
-library | read about the city | a student
-market | buy figs and cheese | a farmer
-theatre | see the puppet play | an actor
-park | rest below the elms | a painter
-bridge | count the barges | a fisher
-zoo | feed the grey parrots | a keeper
-garden | smell the wet roses | a botanist
-tower | enjoy the wide view | a tourist
-""")
-NOUNS = """weights prices scores lengths marks ages steps votes points speeds orders rates heights taxes bills costs
-widths depths loads tips fines wages fares rents""".split()
-CODE = bank("""
-adds up | total | 0 | total += {one} | total
-multiplies | product | 1 | product *= {one} | product
-counts | count | 0 | count += 1 | count
-finds the largest of | best | {many}[0] | best = max(best, {one}) | best
-finds the smallest of | least | {many}[0] | least = min(least, {one}) | least
-squares | squares | [] | squares.append({one} * {one}) | squares
-doubles | doubled | [] | doubled.append(2 * {one}) | doubled
-halves | halved | [] | halved.append({one} / 2) | halved
-reverses | turned | [] | turned.insert(0, {one}) | turned
-collects the even | even | [] | even += [{one}] if {one} % 2 == 0 else [] | even
-joins | text | "" | text += str({one}) + " " | text.strip()
-averages | total | 0 | total += {one} | total / len({many})
-""")
+def words(section: str) -> list[str]:
+    """Words of a section, separated by spaces."""
+    return SECTIONS[section].split()
 
 
-def one_of(items: list[list[str]], word: str) -> list[str]:
-    return next(row for row in items if row[0] == word)
+def rows(section: str) -> list[list[str]]:
+    """Rows of a section, one a line, cells separated by `|`."""
+    return [[cell.strip() for cell in line.split("|")] for line in SECTIONS[section].splitlines()]
+
+
+NAMES = words("names")
+PLACES = words("places")
+COLOURS = words("colours")
+DAYS = words("days")
+HOBBIES = words("hobbies")
+DISHES = words("dishes")
+NOUNS = words("nouns")
+ANIMALS = rows("animals")
+OBJECTS = rows("objects")
+JOBS = rows("jobs")
+INGREDIENTS = rows("ingredients")
+TRIPS = rows("trips")
+EVENTS = rows("events")
+OUTINGS = rows("outings")
+CODE = rows("code")
+
+
+def habit(word: str, options: list[str]) -> str:
+    """The option that belongs to a word, the same one each time."""
+    return options[sum(map(ord, word)) % len(options)]
+
+
+def an(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
 
 
 def story(r: random.Random) -> tuple[str, str]:
@@ -184,12 +70,13 @@ def story(r: random.Random) -> tuple[str, str]:
     prompt = r.choice([
         f"Tell me about {name} the {animal} and the {colour} {thing} of {place}.",
         f"A story, please: {animal} {name}, {colour} {thing}, {place}.",
-        f"What did {animal} {name} do in {place} with a {colour} {thing}?",
+        f"What did {animal} {name} do in {place} with {an(colour)} {colour} {thing}?",
     ])
     return prompt, (
         f"{name} was a {trait} {animal} who lived in {home} near {place}. Nobody else could {skill}. "
-        f"One {r.choice(['morning', 'evening', 'night'])}, while {name} looked for {food}, a {colour} {thing} {found}. "
-        f'"{love.capitalize()} at last!" cried the {animal}. The {thing} {did}, and {name} shared {food} with all of {place}. '
+        f"One {habit(thing, ['morning', 'evening', 'night'])}, while {name} looked for {food}, {an(colour)} {colour} "
+        f'{thing} {found}. "{love.capitalize()} at last!" cried the {animal}. The {thing} {did}, and {name} shared '
+        f"{food} with all of {place}. "
         f"Since then every {animal} there dreams of {love}."
     )
 
@@ -199,14 +86,18 @@ def checklist(r: random.Random) -> tuple[str, str]:
     trip, *items = r.choice(TRIPS)
     count = r.choice([3, 4, 5])
     number = {3: "three", 4: "four", 5: "five"}[count]
-    chosen = r.sample(items, count)
+    first = DAYS.index(day) % len(items)
+    chosen = (items[first:] + items[:first])[:count]
     prompt = r.choice([
         f"{name} plans a {trip} near {place} on {day}. Name {number} things to take.",
         f"List {number} things for the {trip} of {name} ({place}, {day}).",
         f"Which {number} things does {name} need for {day}'s {trip} in {place}?",
     ])
     lines = "\n".join(f"{i}. {item.capitalize()}" for i, item in enumerate(chosen, 1))
-    return prompt, f"For the {trip} near {place}, {name} should take {number} things:\n{lines}\nPack them before {day} and enjoy {place}!"
+    return prompt, (
+        f"For the {trip} near {place}, {name} should take {number} things:\n{lines}\n"
+        f"Pack them before {day} and enjoy {place}!"
+    )
 
 
 def sums(r: random.Random) -> tuple[str, str]:
@@ -264,7 +155,7 @@ def letter(r: random.Random) -> tuple[str, str]:
     ])
     return prompt, (
         f"Dear {to},\n\nwill you come to the {event} in {place} this {day}? {first.capitalize()}, so please {bring}. "
-        f"{detail.capitalize()}, and {r.choice(NAMES)} will {r.choice(['drive', 'help', 'wait'])} as well. "
+        f"{detail.capitalize()}, and {habit(place, NAMES)} will {habit(event, ['drive', 'help', 'wait'])} as well. "
         f"I hope to see you in {place}.\n\nYours,\n{by}"
     )
 
@@ -278,8 +169,9 @@ def trade(r: random.Random) -> tuple[str, str]:
     ])
     return prompt, (
         f"{name} is a {job} and works {where} in {place}. For this {name} needs {tools}. First the {job} {first}. "
-        f"Then comes the slow part, and {name} takes a {r.choice(['short', 'long'])} break. In the end there is {makes}. "
-        f"The work is done when {done}. People in {place} say that no other {job} makes such {makes.split()[-1]}."
+        f"Then comes the slow part, and {name} takes a {habit(job, ['short', 'long'])} break. In the end there is "
+        f"{makes}. The work is done when {done}. People in {place} say that no other {job} makes such "
+        f"{makes.split()[-1]}."
     )
 
 
@@ -291,9 +183,13 @@ def recipe(r: random.Random) -> tuple[str, str]:
         f"Recipe for {name}: {a[0]}, {b[0]}, {c[0]}; it should be a {dish}.",
     ])
     steps = "\n".join(
-        f"{i}. {x[1].capitalize()} the {x[0]} and {x[2]} them for {x[4]} minutes until {x[3]}." for i, x in enumerate((a, b, c), 1)
+        f"{i}. {x[1].capitalize()} the {x[0]} and {x[2]} them for {x[4]} minutes until {x[3]}."
+        for i, x in enumerate((a, b, c), 1)
     )
-    return prompt, f"{name}'s {a[0]} {dish}:\n{steps}\n4. Mix the {a[3]} {a[0]} with the {c[3]} {c[0]}, add salt and serve the {dish}."
+    return prompt, (
+        f"{name}'s {a[0]} {dish}:\n{steps}\n"
+        f"4. Mix the {a[3]} {a[0]} with the {c[3]} {c[0]}, add salt and serve the {dish}."
+    )
 
 
 def plan(r: random.Random) -> tuple[str, str]:
@@ -304,8 +200,13 @@ def plan(r: random.Random) -> tuple[str, str]:
         f"Plan a day in {place} for {name}: {stops[0][0]}, {stops[1][0]}, {stops[2][0]}, from {hour}:00.",
         f"{name} is in {place} at {hour}:00 and wants {stops[0][0]}, {stops[1][0]} and {stops[2][0]}.",
     ])
-    lines = "\n".join(f"{hour + 2 * i}:00 - {s[0].capitalize()}: {s[1]} and talk to {s[2]}." for i, s in enumerate(stops))
-    return prompt, f"A day in {place} for {name}:\n{lines}\nAfter the {stops[2][0]}, {name} takes the tram back through {place}."
+    lines = "\n".join(
+        f"{hour + 2 * i}:00 - {stop[0].capitalize()}: {stop[1]} and talk to {stop[2]}." for i, stop in enumerate(stops)
+    )
+    return prompt, (
+        f"A day in {place} for {name}:\n{lines}\n"
+        f"After the {stops[2][0]}, {name} takes the tram back through {place}."
+    )
 
 
 CATEGORIES: dict[str, Callable[[random.Random], tuple[str, str]]] = {
