@@ -116,7 +116,7 @@ def measure_speculation(run: Run, baselines: Baselines, drafters: dict[EngineNam
         drafter = drafters[arm.speculative.extracted_on] if arm.speculative.drafter == "own" else None
         replayed = {}
         for workload in run.config.workloads:
-            if drafter is not None and workload.kind is WorkloadKind.prompts:
+            if drafter is not None and workload.replay and workload.kind is WorkloadKind.prompts:
                 predict = partial(replay, arm=arm, campaign=run.config, store=run.store)
                 subject, baseline = f"{arm.name} {workload.name}", baselines[arm.engine, workload.name]
                 replayed[workload.name] = run.step("replay", subject, predict, drafter=drafter, baseline=baseline)

@@ -85,6 +85,8 @@ class Workload(Frozen):
     """Longest time for one request, in seconds."""
     by_category: bool = False
     """Run each prompt category as a block of its own, so that acceptance is known per category."""
+    replay: bool = True
+    """Predict acceptance on the base arm's answers to these prompts before speculation is served."""
 
 
 class Prompts(Frozen):
