@@ -28,6 +28,7 @@ from tasks.clean import clean
 from tasks.config import Arm, Campaign, EngineName, Role, WorkloadKind
 from tasks.doctor import doctor, require_fit
 from tasks.extract import extract
+from tasks.probe import probe, probe_folder
 from tasks.regenerate import regenerate
 from tasks.replay import replay
 from tasks.report import write_report
@@ -121,6 +122,9 @@ def measure_speculation(run: Run, baselines: Baselines, drafters: dict[EngineNam
                 subject, baseline = f"{arm.name} {workload.name}", baselines[arm.engine, workload.name]
                 replayed[workload.name] = run.step("replay", subject, predict, drafter=drafter, baseline=baseline)
         with server_of(run, arm, drafter=drafter) as server:
+            if drafter is not None and arm.speculative.serving_probe:
+                look = partial(probe, server, campaign=run.config, store=run.store)
+                run.step("probe", arm.name, look, drafter=drafter)
             for workload in run.config.workloads:
                 measure = partial(benchmark, server, workload, run.config, run.store)
                 baseline = baselines[arm.engine, workload.name]
@@ -143,6 +147,7 @@ def server_of(
 
     with serving(
         run.config, arm, run.store, before_start=tidy, capture_dir=capture_dir, drafter_dir=drafter_dir,
+        probe_dir=probe_folder(run.store, arm.name) if arm.speculative and arm.speculative.serving_probe else None,
         progress=run.progress.loading(arm.name), start_as=partial(run.step, "serve", arm.name),
     ) as server, run.logs_of(server):
         yield server

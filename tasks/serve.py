@@ -127,11 +127,14 @@ class Server:
 @contextmanager
 def serving(
     campaign: Campaign, arm: Arm, store: Store, *, before_start: Callable[[], None], capture_dir: Path | None = None,
-    drafter_dir: Path | None = None, progress: Progress | None = None,
+    drafter_dir: Path | None = None, probe_dir: Path | None = None, progress: Progress | None = None,
     start_as: Callable[[Callable[[], str]], str] | None = None,
 ) -> Iterator[Server]:
     """A lazy server of `arm`, stopped with all that it started when the block ends, however it ends."""
-    server = Server(campaign, plan_of(campaign, arm, capture_dir, drafter_dir), store, before_start, progress, start_as)
+    plan = plan_of(campaign, arm, capture_dir, drafter_dir)
+    if probe_dir is not None:
+        plan = replace(plan, env={**plan.env, "DRAFTHOUSE_PROBE_DIR": str(probe_dir)})
+    server = Server(campaign, plan, store, before_start, progress, start_as)
     try:
         yield server
     finally:

@@ -213,6 +213,8 @@ class Speculative(Frozen):
     """Engine whose hidden states trained the drafter."""
     num_speculative_tokens: int = Field(3, ge=1, le=16)
     """Draft tokens per step (k)."""
+    serving_probe: int = Field(0, ge=0)
+    """Requests whose drafter calls are recorded inside the engine and compared with the stored states; 0 = off."""
     declared_experiment: bool = False
     """Allow serving on another engine than the states were extracted on; the report says so."""
 

@@ -22,7 +22,11 @@ _waiting: list[bool] = []
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`; does nothing unless the server was started with the switch."""
+    """Entry point `vllm.general_plugins`; does nothing unless the server was started with a switch."""
+    if os.environ.get("DRAFTHOUSE_PROBE_DIR"):
+        from tasks.engines.inside import vllm_probe
+
+        vllm_probe.install()
     if os.environ.get(SWITCH) != "1" or _waiting:
         return
     from vllm.platforms.cpu import CpuPlatform
