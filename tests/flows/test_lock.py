@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -50,6 +50,9 @@ def holders() -> Iterator[list[Holder]]:
         yield started
     finally:
         for holder in started:
+            with suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(holder.process.pid).children(recursive=True):
+                    child.kill()  # its own server, where it has one
             holder.process.kill()
             holder.process.wait()
 
