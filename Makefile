@@ -5,7 +5,7 @@ ENGINES ?= vllm-cpu sglang-cpu
 PY := .venv/bin/python
 LOCK := deployments/engines/orchestrator.txt
 
-.PHONY: demo test lint engines environment suites study-faults clean-environments
+.PHONY: demo test lint engines environment suites study-faults study-diagnose clean-environments
 
 demo: engines
 	.venv/bin/drafthouse run deployments/campaigns/demo-cpu.yaml
@@ -36,6 +36,10 @@ suites:
 	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium postgresql >/dev/null; } || \
 	echo "browser and PostgreSQL tests will skip; to run them: apt-get install chromium postgresql"
+
+# 33 faults of a drafter, three seeds each, and 20 healthy runs: which cause does diagnose rank first?
+study-diagnose: engines
+	$(PY) tests/faults/diagnose/study_diagnose.py
 
 # 200 random faults on the stub campaign and 20 on the real vLLM; hours, and it goes on where it stopped.
 study-faults: engines
