@@ -26,8 +26,11 @@ def check_server(
     (LaunchFailed).
     """
     observed = [*engine.effective_settings(url, server_log, plan), *nccl_observed(server_log)]
-    rows = setting_rows(requested(engine, plan, engine.command(plan)), observed, plan.notes)
-    dangers = hazards(observed, plan, campaign)
+    asked = requested(engine, plan, engine.command(plan))
+    rows = setting_rows(asked, observed, plan.notes)
+    # Where a setting was asked for, a contradiction is decided already: match or mismatch by the stronger source.
+    decided = {f"hazard.contradiction.{setting}" for setting in asked}
+    dangers = [row for row in hazards(observed, plan, campaign) if row["setting"] not in decided]
     facts = {"arm": plan.arm.name, "engine": engine.name, "load": number}
     store.write("servers", [{**facts, **row} for row in [*rows, *dangers]], f"{plan.arm.name}-load{number}")
     for row in dangers:
