@@ -44,11 +44,14 @@ def check_drafter(folder: Folder, head: TargetHead, case: Case, findings: Findin
         f"drafter on {len(texts)} texts: {float(before.mean()):.3f} nats per token, "
         f"{float(hits.float().mean()):.1%} of first drafts right; best repair: {tried[0].text} ({tried[0].nats:+.3f})"
     )
-    _rank(real, findings)
     _check_mask(setup, texts, case, findings)
-    explained = max((f.score for f in findings.found), default=0.0)
-    if explained < 0.5:
-        _check_training(setup, head, texts, case, findings)
+    if max((f.score for f in findings.found), default=0.0) < 0.5:
+        # More training mends every fault: it is the cause only by what it gains beyond the best repair.
+        mended = real[0].nats if real else 0.0
+        gained = _check_training(setup, head, texts, mended, case, findings)
+        if gained - mended > WORTH_TRAINING:
+            real = [g for g in real if g.nats > 0.5 * gained]
+    _rank(real, findings)
     _check_served(setup, head, texts, case, findings)
 
 
@@ -109,13 +112,13 @@ def _imitation(setup: Setup, text: Text, case: Case, prompt: bool) -> tuple[Tens
 
 
 def _check_training(
-    setup: Setup, head: TargetHead, texts: Sequence[Text], case: Case, findings: Findings
-) -> None:
-    """Train a copy a little further on the run's responses, and see what it gains on the judged texts."""
+    setup: Setup, head: TargetHead, texts: Sequence[Text], mended: float, case: Case, findings: Findings
+) -> float:
+    """Train a copy a little further on the run's responses; returns what it gains on the judged texts, in nats."""
     rows = [r for r in case.responses if 1 < r["prompt_tokens"] < len(r["token_ids"]) - 1][:64]
     if len(rows) < 8 or not case.outputs:
         findings.notes.append("too few texts to tell whether more training would help")
-        return
+        return 0.0
     fresh = read_texts(case.model, [(list(r["token_ids"]), r["prompt_tokens"]) for r in rows])
     before, hits = costs(setup, texts)
     mended = replace(setup, drafter=copy.deepcopy(setup.drafter).train())
@@ -138,8 +141,9 @@ def _check_training(
         f"({float(hits.float().mean()):.1%} to {float(hits_after.float().mean()):.1%} of first drafts right)"
     )
     findings.notes.append(text)
-    if gained > WORTH_TRAINING:
-        findings.add("undertrained", min(0.95, 0.5 + 0.4 * (gained - WORTH_TRAINING)), text)
+    if gained - mended > WORTH_TRAINING:
+        findings.add("undertrained", min(0.95, 0.5 + 0.4 * (gained - mended - WORTH_TRAINING)), text)
+    return gained
 
 
 def _loss(setup: Setup, text: Text, where: Tensor) -> Tensor | None:
