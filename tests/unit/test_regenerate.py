@@ -135,7 +135,7 @@ def test_single_failures_are_retried_and_counted(
 def test_a_refused_prompt_is_an_error_that_keeps_the_other_answers(
     tiny_model: Path, prompts: Path, store: Store
 ) -> None:
-    with pytest.raises(EngineError, match=r"1 of 6 prompts got no answer \(6 requests, failures http_400: 1"):
+    with pytest.raises(EngineError, match=r"1 of 6 prompts unanswered \(6 requests, failures http_400: 1"):
         run(tiny_model, prompts, store, "400 for the third")
     _, server = run(tiny_model, prompts, store)
     assert server.requests == 1
