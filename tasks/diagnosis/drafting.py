@@ -112,7 +112,7 @@ def _imitation(setup: Setup, text: Text, case: Case, prompt: bool) -> tuple[Tens
 
 
 def _check_training(
-    setup: Setup, head: TargetHead, texts: Sequence[Text], mended: float, case: Case, findings: Findings
+    setup: Setup, head: TargetHead, texts: Sequence[Text], repaired: float, case: Case, findings: Findings
 ) -> float:
     """Train a copy a little further on the run's responses; returns what it gains on the judged texts, in nats."""
     rows = [r for r in case.responses if 1 < r["prompt_tokens"] < len(r["token_ids"]) - 1][:64]
@@ -141,8 +141,8 @@ def _check_training(
         f"({float(hits.float().mean()):.1%} to {float(hits_after.float().mean()):.1%} of first drafts right)"
     )
     findings.notes.append(text)
-    if gained - mended > WORTH_TRAINING:
-        findings.add("undertrained", min(0.95, 0.5 + 0.4 * (gained - mended - WORTH_TRAINING)), text)
+    if gained - repaired > WORTH_TRAINING:
+        findings.add("undertrained", min(0.95, 0.5 + 0.4 * (gained - repaired - WORTH_TRAINING)), text)
     return gained
 
 
