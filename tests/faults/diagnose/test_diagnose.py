@@ -94,6 +94,7 @@ def test_a_healthy_run_is_not_accused(healthy: tuple[Path, dict[str, Any]]) -> N
 
 @pytest.mark.parametrize(("name", "stage"), [
     ("one point one layer down", "align"), ("states of other requests", "align"), ("random responses", "align"),
+    ("another chat template", "align"), ("responses begin elsewhere", "align"),
     ("d2t permuted", "replay"), ("random head", "replay"), ("served one layer up", None),
 ])
 def test_the_right_cause_comes_first_and_what_shows_before_training_stops_there(
