@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import torch
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import TerminationSignal
@@ -28,7 +29,8 @@ from flows.continuing import stop_endless_retries, tell_what_continues
 from flows.enginelog import EngineLog, HasLog
 from flows.local_server import server_outlives_run
 from flows.progress import ProgressBars
-from tasks.config import Campaign
+from tasks.config import Campaign, Device
+from tasks.reference import compute_on
 from tasks.store.refs import Ref
 from tasks.store.tables import Store
 
@@ -138,6 +140,8 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
     """Keep the `runs` row true: running, then completed, failed or cancelled (a dead run stays running
     until the next run finds that its process is gone and marks it crashed)."""
     let_stages_speak()
+    on_gpu = config.machine.device is Device.cuda and torch.cuda.is_available()
+    compute_on(f"cuda:{(config.machine.gpus or (0,))[0]}" if on_gpu else "cpu")
     stop_endless_retries(flow_run.run_count or 1)
     mark_abandoned_runs(store)
     tell_what_continues(store)

@@ -28,6 +28,19 @@ from tasks.store.checkpoint import Checkpoint
 # Names that a checkpoint gives to an architecture which transformers knows under another name.
 _SAME_ARCHITECTURE = {"kimi_k2": "deepseek_v3"}
 _LOCK = threading.RLock()
+_DEVICE = [torch.device("cpu")]
+_SPARE_BYTES = 4 << 30  # of a GPU that stay free beside a reference's weights
+
+
+def compute_on(device: str) -> None:
+    """Where targets that fit are computed from now on (`cpu`, `cuda:1`), still in full fp32; answers are on the CPU."""
+    with _LOCK:
+        _DEVICE[0] = torch.device(device)
+
+
+def device() -> torch.device:
+    """Where `compute_on` said."""
+    return _DEVICE[0]
 
 
 def layer_states(
@@ -64,7 +77,8 @@ def logits(
     """Logits [tokens, vocabulary] in fp32 of states at point N, before the final norm."""
     with _LOCK, torch.no_grad(), _threads(threads):
         target = _target(model_dir, states_TD.dtype, streamed)
-        return nn.functional.linear(target.norm(states_TD), target.head).float()
+        states_TD = states_TD.to(target.device)
+        return nn.functional.linear(target.body.norm(states_TD), target.head).float().cpu()
 
 
 def token_nlls(
@@ -153,7 +167,7 @@ class _Recorder(nn.Module):
 
 
 class _Target:
-    """A target on the CPU: embeddings, final norm and head resident, decoder layers resident or streamed."""
+    """A target on the CPU or a GPU: embeddings, final norm and head resident, decoder layers resident or streamed."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, streamed: bool) -> None:
         self.streamed, self.checkpoint = streamed, Checkpoint(folder)
@@ -176,6 +190,11 @@ class _Target:
         if not streamed:
             for number, layer in enumerate(self.layers):
                 self._load(layer, f"{name}layers.{number}.")
+        self.device = torch.device("cpu") if streamed else _device_for(self)
+        if self.device.type != "cpu":  # streamed layers stay on the meta device
+            self.body.to(self.device)
+            self.layers.to(self.device)
+            self.head = self.head.to(self.device)
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         used: set[str] = set()
@@ -197,24 +216,36 @@ class _Target:
             layer.to("meta")
 
     def norm(self, states_TD: Tensor) -> Tensor:
-        normed: Tensor = self.body.norm(states_TD)
-        return normed
+        normed: Tensor = self.body.norm(states_TD.to(self.device))
+        return normed.cpu()
 
     def states(self, token_ids_batch: Sequence[Sequence[int]], points: list[int]) -> list[Tensor]:
-        hidden = [self.body.embed_tokens(torch.tensor([list(ids)])) for ids in token_ids_batch]  # [1, tokens, width]
+        inputs = [torch.tensor([list(ids)], device=self.device) for ids in token_ids_batch]
+        hidden = [self.body.embed_tokens(ids_BT) for ids_BT in inputs]  # [1, tokens, width]
         calls = []
         for states_BTD in hidden:
             self.body(inputs_embeds=states_BTD, use_cache=False)
             calls.append([layer.call for layer in self.body.layers])
-        kept = [{0: states_BTD[0]} for states_BTD in hidden]
+        kept = [{0: states_BTD[0].cpu()} for states_BTD in hidden]
         for number in range(max(points)):
             with self._layer(number) as layer:
                 for index, states_BTD in enumerate(hidden):
                     args, kwargs = calls[index][number]
                     hidden[index] = layer(states_BTD, *args, **kwargs)
                     if number + 1 in points:
-                        kept[index][number + 1] = hidden[index][0]
+                        kept[index][number + 1] = hidden[index][0].cpu()
         return [torch.stack([states[point] for point in points], dim=1) for states in kept]
+
+
+def _device_for(target: _Target) -> torch.device:
+    """The chosen device if the weights fit into what is free there, beside a server that may be running."""
+    device = _DEVICE[0]
+    if device.type == "cuda":
+        weights = [*target.body.parameters(), *target.layers.parameters(), target.head]
+        needed = sum(p.numel() * p.element_size() for p in weights)
+        if torch.cuda.mem_get_info(device)[0] < 2 * needed + _SPARE_BYTES:
+            return torch.device("cpu")
+    return device
 
 
 def _target(model_dir: Path | str, dtype: torch.dtype, streamed: bool | None) -> _Target:
@@ -223,12 +254,12 @@ def _target(model_dir: Path | str, dtype: torch.dtype, streamed: bool | None) ->
     if not files:
         raise InputError(f"{folder}: no *.safetensors in this model folder")
     stats = tuple((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in [*files, folder / "config.json"])
-    return _cached_target(folder, stats, dtype, streamed)
+    return _cached_target(folder, stats, dtype, streamed, str(_DEVICE[0]))
 
 
 @lru_cache(maxsize=2)
 def _cached_target(
-    folder: Path, stats: tuple[tuple[str, int, int], ...], dtype: torch.dtype, streamed: bool | None
+    folder: Path, stats: tuple[tuple[str, int, int], ...], dtype: torch.dtype, streamed: bool | None, _device: str
 ) -> _Target:
     if streamed is None:
         stored_bytes = sum(size for _, size, _ in stats)

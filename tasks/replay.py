@@ -19,7 +19,7 @@ from tasks.eagle3.drafting import Walk, agreement, drafts_at_every_start, walk
 from tasks.eagle3.export import load_drafter
 from tasks.eagle3.target import read_target_head
 from tasks.errors import DrafterBroken, InputError
-from tasks.reference import layer_states, logits, num_layers
+from tasks.reference import device, layer_states, logits, num_layers
 from tasks.store.keys import content_key
 from tasks.store.refs import BenchmarkRef, DrafterRef, ReplayRef
 from tasks.store.tables import Store, rows_to_table, write_parquet
@@ -76,11 +76,12 @@ def replay_requests(
     """
     model, target_ids, own_embeddings = load_drafter(folder, target)
     head = read_target_head(target, torch.float32, torch.device("cpu"))
-    embeddings = head.embeddings_VD if own_embeddings is None else own_embeddings
+    embeddings = (head.embeddings_VD if own_embeddings is None else own_embeddings).to(device())
+    model, target_ids = model.to(device()), target_ids.to(device())
     texts = [_text(request) for request in requests]
     walks = []
     for number, (text, states_TPD) in enumerate(zip(texts, states, strict=True)):
-        drafts = drafts_at_every_start(model, target_ids, embeddings, text, states_TPD.flatten(1), k)
+        drafts = drafts_at_every_start(model, target_ids, embeddings, text, states_TPD.flatten(1).to(device()), k)
         walks.append(walk(drafts, text, len(requests[number]["prompt_token_ids"])))
         if progress is not None:
             progress(number + 1, len(texts))

@@ -75,6 +75,10 @@ def train(
         export_drafter(drafter, vocabulary, folder, layer_ids, config.points, target)
         write_parquet(rows_to_table("training", rows), folder / "training.parquet")
     store.write("training", rows, name)
+    if on_gpu:  # the next server wants this memory, and this process lives on
+        drafter.to("cpu")
+        del trainer, head
+        torch.cuda.empty_cache()
     return ref
 
 

@@ -22,7 +22,7 @@ def drafts_at_every_start(
     drafter: Drafter, target_ids: Tensor, embeddings_VD: Tensor, token_ids: Sequence[int], auxiliary_TA: Tensor, k: int
 ) -> Tensor:
     """Row e holds the k tokens drafted once token e is known, for e >= 1; row 0 is -1. [T, k]."""
-    known = torch.tensor(token_ids)
+    known = torch.tensor(token_ids, device=embeddings_VD.device)
     said: list[Tensor] = []
 
     def embed_next(step: int, logits: Tensor | None) -> Tensor:
@@ -34,7 +34,7 @@ def drafts_at_every_start(
     for logits in drafter.unroll(auxiliary_TA[None, :-1], k, embed_next):
         last = logits
     said.append(target_ids[last[0].argmax(-1)])
-    return torch.cat([torch.full((1, k), -1), torch.stack(said, dim=1)])
+    return torch.cat([torch.full((1, k), -1), torch.stack(said, dim=1).cpu()])
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from tasks.errors import DrafthouseError, ForeignHolder, MachineError, Survivor, WedgedGpu
@@ -164,7 +165,8 @@ def _leases(
 def _gpus(host: Host, picture: Picture, swept: Swept, needed: set[int], dry_run: bool) -> None:
     if not needed:
         return
-    stopping = {i.pid for i in picture.ours} if dry_run else set()
+    # The flow itself trains on a GPU, and a CUDA context lives as long as its process.
+    stopping = {os.getpid(), *(i.pid for i in picture.ours if dry_run)}
     waited = 0.0
     while True:
         gpus = host.gpus()

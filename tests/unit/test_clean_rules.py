@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Iterable
@@ -382,3 +383,9 @@ def test_look_alikes_of_a_named_uid_go_only_when_the_operator_takes_over(take_ov
     assert (theirs in builder.host.removed) is take_over
     assert notes not in builder.host.removed
     assert mapped not in builder.host.removed
+
+
+def test_the_flow_itself_may_hold_the_gpu_that_it_trains_on() -> None:
+    builder = Builder(1)
+    builder.host.cards = [gpu(0, GpuHolder(os.getpid(), 600), used=600)]
+    assert sweep(builder.host, needed_gpus={0}, grace_s=0.1).problem is None
