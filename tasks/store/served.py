@@ -22,7 +22,7 @@ _SCHEMA = pa.schema([
 class Call:
     """One call of the drafter for one request; states [tokens, fused width] and logits [vocabulary] in float32."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # -1 = the engine does not tell
     positions: list[int]
     states: torch.Tensor
     next_token_id: int  # the token behind the last row

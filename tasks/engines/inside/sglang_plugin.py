@@ -11,6 +11,7 @@ import os
 PLATFORM = "drafthouse-cpu"  # name of the entry point, for SGLANG_PLATFORM
 CAPTURE_DIR = "DRAFTHOUSE_CAPTURE_DIR"  # folder of the shards; set = capture
 CAPTURE_POINTS = "DRAFTHOUSE_CAPTURE_POINTS"  # Hugging Face hidden_states indices, comma separated
+PROBE_DIR = "DRAFTHOUSE_PROBE_DIR"  # folder of the serving probe's records; set = probe on request
 SAMPLE_KEY = "drafthouse_sample_key"  # in a request's custom_params: the key to acknowledge its states under
 CAPTURE_VERSION = "sglang-1"  # part of the key of captured states: raise it when their values change
 
@@ -32,3 +33,7 @@ def register() -> None:
         from tasks.engines.inside import sglang_capture
 
         sglang_capture.register(os.environ[CAPTURE_DIR], os.environ.get(CAPTURE_POINTS, ""))
+    if os.environ.get(PROBE_DIR):
+        from tasks.engines.inside import sglang_probe
+
+        sglang_probe.register(os.environ[PROBE_DIR])
