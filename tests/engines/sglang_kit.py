@@ -73,8 +73,8 @@ def campaign(model: Path, arm: dict[str, Any], points: tuple[int, ...] = (1, 2, 
     })
 
 
-def post(url: str, body: dict[str, Any]) -> requests.Response:
-    return requests.post(f"{url}{ENGINE.endpoint}", json=body, timeout=120)
+def post(url: str, body: dict[str, Any], timeout_s: float = 120) -> requests.Response:
+    return requests.post(f"{url}{ENGINE.endpoint}", json=body, timeout=timeout_s)
 
 
 def complete(url: str, token_ids: Sequence[int], max_tokens: int = 1, **settings: Any) -> Completion:

@@ -118,6 +118,7 @@ def test_a_retracted_request_is_captured_once_and_rightly(extraction: Extraction
 
     def ask(key: str) -> int:
         body = ENGINE.completion_body("target", wanted[key], 400, stream=False, sample_key=key)
+        body["sampling_params"]["min_new_tokens"] = 400
         answer = post(extraction.url, body)
         assert answer.status_code == 200, answer.text
         return int(answer.json()["meta_info"]["num_retractions"])
@@ -162,7 +163,7 @@ def test_aborted_requests_disturb_no_other(extraction: Extraction) -> None:
         with requests.post(f"{extraction.url}{ENGINE.endpoint}", json=body, stream=True, timeout=60) as answer:
             next(answer.iter_content(16))
         with pytest.raises(requests.exceptions.RequestException):  # while it is still in prefill
-            requests.post(f"{extraction.url}{ENGINE.endpoint}", json=body, timeout=0.02)
+            post(extraction.url, {**body, "stream": False}, timeout_s=0.02)
     deadline = time.monotonic() + 60
     while ENGINE.running_requests(extraction.url):
         assert time.monotonic() < deadline, "aborted requests still run"
