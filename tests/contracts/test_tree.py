@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = "clean serve benchmark regenerate extract align train replay diagnose verdict report doctor dry_run".split()
+STAGES = (
+    "doctor", "clean", "serve", "benchmark", "regenerate", "extract", "align", "train", "replay", "agree", "probe",
+    "diagnose", "verdict", "report", "dry_run",
+)
 
 
 def tracked() -> list[Path]:
