@@ -142,6 +142,8 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
     let_stages_speak()
     on_gpu = config.machine.device is Device.cuda and torch.cuda.is_available()
     compute_on(f"cuda:{(config.machine.gpus or (0,))[0]}" if on_gpu else "cpu")
+    if on_gpu:  # what is left for the CPU is small, and all cores on small tensors mostly wait for each other
+        torch.set_num_threads(config.machine.cpu_threads or min(4, torch.get_num_threads()))
     stop_endless_retries(flow_run.run_count or 1)
     mark_abandoned_runs(store)
     tell_what_continues(store)
