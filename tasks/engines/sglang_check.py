@@ -19,7 +19,7 @@ from tasks.engines.vllm_check import drafter_ids, model_config, num_layers, text
 from tasks.errors import NotSupported
 
 OLDEST, OLDEST_CPU = (0, 5, 16), (0, 5, 23)
-# How set_eagle3_layers_to_capture reads explicit ids. Llama and DeepSeek are measured; the others are assumed to be as Llama.
+# How set_eagle3_layers_to_capture reads explicit ids: Llama and DeepSeek measured, the others assumed to be as Llama.
 PLUS_ONE = frozenset({
     "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM",
     "Qwen3MoeForCausalLM",
