@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import re
 import resource
 import time
 from collections import Counter
@@ -29,7 +28,7 @@ from flows.continuing import stop_endless_retries, tell_what_continues
 from flows.enginelog import EngineLog, HasLog
 from flows.local_server import server_outlives_run
 from flows.progress import ProgressBars
-from tasks.config import Campaign, Device
+from tasks.config import HIDDEN, SECRET_NAME, Campaign, Device
 from tasks.reference import compute_on
 from tasks.store.refs import Ref
 from tasks.store.tables import Store
@@ -37,7 +36,6 @@ from tasks.store.tables import Store
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 COUNTED = ("loads", "requests", "executed", "reused")  # what stages tell the store; null where a stage tells nothing
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
 
 class Run:
@@ -196,8 +194,8 @@ def _alive(pid: int, started: float) -> bool:
 def _without_secrets(config: Campaign) -> str:
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            if _SECRET.search(str(value.get("name", ""))) and "value" in value:
-                return value | {"value": "***"}
+            if SECRET_NAME.search(str(value.get("name", ""))) and "value" in value:
+                return value | {"value": HIDDEN}
             return {k: clean(v) for k, v in value.items()}
         return [clean(v) for v in value] if isinstance(value, list) else value
 

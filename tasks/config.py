@@ -11,7 +11,9 @@ from enum import StrEnum
 from pydantic import Field, field_validator, model_validator
 
 from tasks.server_config import (
+    HIDDEN,
     NAME,
+    SECRET_NAME,
     Arm,
     Device,
     Dtype,
@@ -31,7 +33,9 @@ from tasks.server_config import (
 from tasks.store.keys import content_key
 
 __all__ = [
+    "HIDDEN",
     "NAME",
+    "SECRET_NAME",
     "Arm",
     "Campaign",
     "Device",

@@ -65,16 +65,19 @@ def environment_for(plan: LaunchPlan, command: Command) -> dict[str, str]:
 
 
 def shown_variables(plan: LaunchPlan, command: Command) -> dict[str, str]:
-    """The variables that a launch adds to the environment, for records and dry runs."""
+    """The variables that a launch adds to the environment, for records and dry runs; secrets stay hidden."""
     shown: dict[str, str] = {}
-    for layer in _layers(plan, command):
+    for layer in _layers(plan, command, hide_secrets=True):
         shown.update(layer)
     return shown
 
 
-def _layers(plan: LaunchPlan, command: Command) -> list[Mapping[str, str]]:
-    own = {v.name: v.value for v in plan.machine.environment_of(plan.arm).variables}
-    return [own, plan.env, command.env, {v.name: v.value for v in plan.arm.tuning.variables}]
+def _layers(plan: LaunchPlan, command: Command, *, hide_secrets: bool = False) -> list[Mapping[str, str]]:
+    own, tuned = (
+        {v.name: v.shown if hide_secrets else v.value for v in variables}
+        for variables in (plan.machine.environment_of(plan.arm).variables, plan.arm.tuning.variables)
+    )
+    return [own, plan.env, command.env, tuned]
 
 
 def lock_keys(plan: LaunchPlan) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,8 @@ from tasks.errors import ConfigError
 
 _PROJECT = Path(__file__).resolve().parents[1]
 NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
+SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY", re.IGNORECASE)
+HIDDEN = "***"
 
 
 class Frozen(BaseModel):
@@ -95,6 +98,11 @@ class Variable(Frozen):
     """Name of the environment variable."""
     value: str
     """Its value, as text."""
+
+    @property
+    def shown(self) -> str:
+        """The value for records and dry runs; secrets stay hidden."""
+        return HIDDEN if SECRET_NAME.search(self.name) else self.value
 
 
 class TargetShape(Frozen):

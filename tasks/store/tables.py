@@ -90,9 +90,10 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def count(self, stage: str, *, requests: int = 0, executed: int = 0, reused: int = 0) -> None:
-        """Add to what a stage did in this process: HTTP requests sent, samples or steps made and found."""
-        self.counts.setdefault(stage, Counter()).update(requests=requests, executed=executed, reused=reused)
+    def count(self, stage: str, *, requests: int = 0, executed: int = 0, reused: int = 0, loads: int = 0) -> None:
+        """Add to what a stage did in this process: requests sent, samples or steps made and found, servers loaded."""
+        done = {"requests": requests, "executed": executed, "reused": reused, "loads": loads}
+        self.counts.setdefault(stage, Counter()).update(done)
 
     # tables ---------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ import duckdb
 import pandas as pd
 import pytest
 import torch
-from conftest import environment_python
 from safetensors.torch import load_file, save_file
 
 from flows.runs import references_of
@@ -28,6 +27,7 @@ from tasks.serve import serving
 from tasks.store.refs import BenchmarkRef, DrafterRef
 from tasks.store.schemas import TABLES
 from tasks.store.tables import Store
+from tests.conftest import environment_python
 
 ROOT = Path(__file__).resolve().parents[2]
 CAMPAIGNS = ROOT / "deployments" / "campaigns"
@@ -70,6 +70,7 @@ def test_every_stage_of_the_stub_campaign_runs_and_every_number_reads_back(on_st
     stages = set(first.table("stages")["stage"])
     assert stages >= {"doctor", "clean", "serve", "benchmark", "regenerate", "extract", "align", "train", "replay"}
     assert first.facts["state"] == "completed"
+    assert first.table("stages").query("stage == 'serve'")["loads"].tolist() == [1, 1, 1]
     for table in TABLES:
         rows = first.store.read(table).num_rows
         pattern = f"{first.store.root}/tables/{table}/*/*.parquet"
