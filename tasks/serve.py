@@ -80,7 +80,7 @@ class Server:
         shown = {"argv": command.argv, "env": shown_variables(self.plan, command), "notes": self.plan.notes}
         self.log.with_suffix(".command.json").write_text(json.dumps(shown, indent=1))
         self.loads += 1
-        self._store.count("serve", loads=1)
+        self._store.count_load()
         started = time.monotonic()
         self._running = Supervised(
             run_id=self._store.run_id, arm=self.arm.name, argv=command.argv,

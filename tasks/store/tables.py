@@ -90,10 +90,13 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def count(self, stage: str, *, requests: int = 0, executed: int = 0, reused: int = 0, loads: int = 0) -> None:
-        """Add to what a stage did in this process: requests sent, samples or steps made and found, servers loaded."""
-        done = {"requests": requests, "executed": executed, "reused": reused, "loads": loads}
-        self.counts.setdefault(stage, Counter()).update(done)
+    def count(self, stage: str, *, requests: int = 0, executed: int = 0, reused: int = 0) -> None:
+        """Add to what a stage did in this process: HTTP requests sent, samples or steps made and found."""
+        self.counts.setdefault(stage, Counter()).update(requests=requests, executed=executed, reused=reused)
+
+    def count_load(self) -> None:
+        """A server was started: loading is the dearest step, so it is counted apart from a stage's work."""
+        self.counts.setdefault("serve", Counter()).update(loads=1)
 
     # tables ---------------------------------------------------------------------------------
 
