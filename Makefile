@@ -5,7 +5,7 @@ ENGINES ?= vllm-cpu sglang-cpu
 PY := .venv/bin/python
 LOCK := deployments/engines/orchestrator.txt
 
-.PHONY: demo test lint engines environment suites study-faults study-diagnose clean-environments
+.PHONY: demo test lint engines environment suites study-faults study-diagnose study-mla study-smollm2 clean-environments
 
 demo: engines
 	.venv/bin/drafthouse run deployments/campaigns/demo-cpu.yaml
@@ -39,12 +39,26 @@ suites:
 
 # 33 faults of a drafter, three seeds each, and 20 healthy runs: which cause does diagnose rank first?
 study-diagnose: engines
-	$(PY) tests/faults/diagnose/study_diagnose.py
+	$(PY) tests/faults/diagnose/study_diagnose.py --faults tests/faults/diagnose/outside_faults.py
 
 # 200 random faults on the stub campaign and 20 on the real vLLM; hours, and it goes on where it stopped.
 study-faults: engines
 	$(PY) tests/faults/study.py --faults 200
 	$(PY) tests/faults/study.py --faults 20 --campaign vllm
+
+# A DeepSeek-V3-style target, plain and wrapped as Kimi-K2.5 is, through every stage on SGLang.
+MLA := deployments/models/tiny_mla
+study-mla: engines
+	$(PY) $(MLA)/build.py $(MLA)/model
+	$(PY) $(MLA)/build.py $(MLA)/nested --nested
+	.venv/bin/drafthouse run deployments/campaigns/mla-cpu.yaml
+	.venv/bin/drafthouse run deployments/campaigns/mla-cpu.yaml --set name=mla-nested-cpu --set target.model=$(abspath $(MLA)/nested)
+
+# A real instruct model on this CPU, with prompts of yours: make study-smollm2 PROMPTS=train.jsonl HELDOUT=test.jsonl
+study-smollm2: engines
+	@test -f "$(PROMPTS)" -a -f "$(HELDOUT)" || { echo "name two prompts files: make study-smollm2 PROMPTS=train.jsonl HELDOUT=test.jsonl"; exit 2; }
+	$(PY) deployments/models/smollm2/build.py
+	.venv/bin/drafthouse run deployments/campaigns/smollm2-cpu.yaml --set prompts.train_file=$(abspath $(PROMPTS)) --set prompts.heldout_file=$(abspath $(HELDOUT))
 
 clean-environments:
 	rm -rf .venv .venvs

@@ -14,6 +14,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import psutil
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -44,6 +45,13 @@ def until(condition: Callable[[], Any], timeout_s: float, what: str, every_s: fl
             raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
         time.sleep(every_s)
     return value
+
+
+def _alive(infrastructure: str | None) -> bool:
+    """Does a run's process (`host:pid`) live? Its last logs arrive as it ends, after the final state."""
+    with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+        return psutil.Process(int((infrastructure or "").rpartition(":")[2])).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 class PrefectStack:
@@ -145,6 +153,7 @@ class PrefectStack:
             found: FlowRun = until(ended, timeout_s, f"end of {flow_run}")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs(flow_run)[-4000:]}") from None
+        until(lambda: not _alive(found.infrastructure_pid), 60, f"process {found.infrastructure_pid} to end")
         return found
 
     def retry(self, flow_run: UUID) -> None:

@@ -9,6 +9,13 @@ from uuid import UUID
 import httpx
 import pytest
 from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+)
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect_kit import PrefectStack, until
@@ -79,17 +86,19 @@ def test_a_cancelled_run_stops_its_server_and_continues_when_retried(prefect: Pr
 
 def test_a_schedule_starts_runs_with_its_own_parameters(prefect: PrefectStack) -> None:
     deployment = prefect.client.read_deployment_by_name("clean/clean")
-    every = IntervalSchedule(interval=timedelta(minutes=5), anchor_date=datetime.now(UTC) + timedelta(seconds=4))
+    # Short, since a busy server that misses the first time starts the next one instead.
+    every = IntervalSchedule(interval=timedelta(seconds=20), anchor_date=datetime.now(UTC) + timedelta(seconds=4))
     made = prefect.client.create_deployment_schedules(
         deployment.id, [DeploymentScheduleCreate(schedule=every, active=True, parameters={"dry_run": True})]
     )
     try:
         def started() -> list[object]:
-            runs = prefect.client.read_flow_runs(limit=50)
-            scheduled = [r for r in runs if r.deployment_id == deployment.id and r.auto_scheduled]
-            return [r for r in scheduled if r.state_name == "Completed"]
+            ours = DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id]))
+            done = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Completed"])))
+            runs = prefect.client.read_flow_runs(deployment_filter=ours, flow_run_filter=done)
+            return [r for r in runs if r.auto_scheduled]
 
-        found = until(started, 60, "a scheduled run that completed")
+        found = until(started, 120, "a scheduled run that completed")
         assert found[0].parameters == {"dry_run": True}  # type: ignore[attr-defined]
         assert "cleanup" in prefect.artifacts(found[0].id)  # type: ignore[attr-defined]
     finally:
