@@ -151,3 +151,5 @@ def server_of(
         progress=run.progress.loading(arm.name), start_as=partial(run.step, "serve", arm.name),
     ) as server, run.logs_of(server):
         yield server
+        if server.loads:
+            run.step("stop", arm.name, server.stop)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any, Final
-
-from scipy.stats import norm
 
 from tasks.config import Campaign
 from tasks.errors import SeamMismatch
@@ -21,7 +20,7 @@ from tasks.store.tables import Store
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
 CONFIDENCE: Final = 0.99
-_Z: Final = float(norm.ppf(0.5 + CONFIDENCE / 2))
+_Z: Final = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
 
 def interval(accepted: int, drafts: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 from tasks.config import Campaign
@@ -18,13 +19,15 @@ log = logging.getLogger(__name__)
 
 
 def check_server(
-    engine: Engine, url: str, server_log: Path, plan: LaunchPlan, campaign: Campaign, store: Store, number: int
+    engine: Engine, url: str, server_log: Path, plan: LaunchPlan, campaign: Campaign, store: Store, number: int,
+    load_s: float,
 ) -> None:
     """Write the rows of table `servers`, then stop what must not be measured.
 
     A strict campaign stops at a mismatch (SettingsMismatch), any campaign at a server that talks nonsense
-    (LaunchFailed).
+    (LaunchFailed). `load_s` is the time until the first token; it stands beside that of these checks.
     """
+    begun = time.monotonic()
     observed = [*engine.effective_settings(url, server_log, plan), *nccl_observed(server_log)]
     asked = requested(engine, plan, engine.command(plan))
     rows = setting_rows(asked, observed, plan.notes)
@@ -41,3 +44,9 @@ def check_server(
     for text in wrong:
         log.warning("%s: %s (campaign is not strict)", plan.arm.name, text)
     check_sanity(engine, url, plan, campaign, store, number)
+    times = {"load_s": load_s, "check_s": time.monotonic() - begun}
+    store.write("servers", [
+        {**facts, "setting": name, "engine_setting": name, "effective": f"{value:.3f}", "source": "clock",
+         "status": "observed"}
+        for name, value in times.items()
+    ], f"{plan.arm.name}-load{number}-times")

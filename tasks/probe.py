@@ -54,6 +54,7 @@ def probe(server: RunningServer, drafter: DrafterRef, campaign: Campaign, store:
     samples = _samples(drafter, manifest, campaign, store)[: arm.speculative.serving_probe]
     folder, calls = probe_folder(store, arm.name), list[tuple[Call, list[int], Row]]()
     failed = ""
+    server.url()  # a server that does not come up is no probe without an answer
     for sample in samples:
         try:
             answer = _serve(server, sample, campaign, folder)
@@ -70,6 +71,11 @@ def probe(server: RunningServer, drafter: DrafterRef, campaign: Campaign, store:
     )
     rows = compare(calls, setup, drafter.points, campaign, arm.name, failed)
     store.write("alignment", rows, f"probe-{arm.name}")
+    if campaign.strict and not calls and not failed:
+        raise SeamMismatch(
+            f"{arm.name}: the serving probe recorded nothing of {len(samples)} prompts, so what the drafter "
+            "receives is not known; speculative.serving_probe: 0 goes on without it"
+        )
     wrong = [row for row in rows if row["passed"] is False]
     for row in rows:
         if row["passed"] is None:

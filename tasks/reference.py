@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tasks.errors import InputError, NotSupported
 from tasks.store.checkpoint import Checkpoint
@@ -144,6 +143,8 @@ def num_layers(model_dir: Path | str) -> int:
 
 def text_config(model_dir: Path | str) -> Any:
     """transformers' config of the language model, also out of a multimodal wrapper's `text_config`."""
+    from transformers import AutoConfig  # a second to import, which every flow would pay
+
     file = Path(model_dir) / "config.json"
     try:
         outer = json.loads(file.read_text())
@@ -170,6 +171,8 @@ class _Target:
     """A target on the CPU or a GPU: embeddings, final norm and head resident, decoder layers resident or streamed."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, streamed: bool) -> None:
+        from transformers import AutoModelForCausalLM
+
         self.streamed, self.checkpoint = streamed, Checkpoint(folder)
         config = text_config(folder)
         with torch.device("meta"):

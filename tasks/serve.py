@@ -90,8 +90,9 @@ class Server:
         )
         url = f"http://{LOOPBACK}:{self.plan.port}"
         self._wait_for_token(self._running, url, started + self.plan.machine.ready_timeout_s)
-        log.info("%s: ready after %.1f s at %s", self.arm.name, time.monotonic() - started, url)
-        check_server(self._engine, url, self.log, self.plan, self._campaign, self._store, number)
+        load_s = time.monotonic() - started
+        log.info("%s: ready after %.1f s at %s", self.arm.name, load_s, url)
+        check_server(self._engine, url, self.log, self.plan, self._campaign, self._store, number, load_s)
         return url
 
     def _wait_for_token(self, running: Supervised, url: str, deadline: float) -> None:

@@ -32,7 +32,9 @@ def compare(
         known = _common(text, captured.token_ids)
         place = [(row, position) for row, position in enumerate(call.positions) if position < len(text)]
         tokens += len(call.positions) + 1
-        strangers += len(call.positions) - len(place) + sum(call.token_ids[r] not in (-1, text[p]) for r, p in place)
+        # Drafts that are accepted at the very end run past the answer, which the limit of tokens cuts.
+        strangers += sum(position >= len(text) + len(call.drafts) for position in call.positions)
+        strangers += sum(call.token_ids[r] not in (-1, text[p]) for r, p in place)
         last = call.positions[-1]
         strangers += last + 1 < len(text) and text[last + 1] != call.next_token_id
         seen = [(row, position) for row, position in place if position < known]

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tasks.errors import ConfigError, InputError
 
@@ -162,6 +161,8 @@ class Drafter(nn.Module):
     """
 
     def __init__(self, config: LlamaConfig) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # a second to import
+
         super().__init__()
         self.config = config
         self.fc = _linear(AUXILIARY * config.hidden_size, config.hidden_size)

@@ -1,9 +1,10 @@
-"""What the orchestration costs: time of a run that no stage used, from the run's own tables.
+"""What the orchestration and the seam checks cost, from a run's own tables.
 
     python tests/bench/overhead.py STORE [RUN]
 
 Between `runs.started_at` and `finished_at` lie stages (`stages` rows) and, between them, Prefect: the task
 engine, state changes, artifacts. What is before (imports, the run's own server) is told by --process-wall-s.
+Seams: the stages that only compare, and of each server's start the comparison of its settings and its sanity probe.
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ def overhead(store: Store, process_wall_s: float | None) -> dict[str, float]:
     return found
 
 
+SEAMS = ("align", "replay", "probe", "agree")
+
+
+def seams(store: Store) -> dict[str, float]:
+    """Seconds that seam checks took, and their share of the run."""
+    run = store.read("runs", store.run_id).to_pylist()[0]
+    stages = store.read("stages", store.run_id).to_pylist()
+    times = [row for row in store.read("servers", store.run_id).to_pylist() if row["setting"] == "check_s"]
+    found = {"servers_s": sum(float(row["effective"]) for row in times)}
+    found |= {f"{stage}_s": sum(row["wall_s"] for row in stages if row["stage"] == stage) for stage in SEAMS}
+    return found | {"share": sum(found.values()) / (run["finished_at"] - run["started_at"]).total_seconds()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path)
@@ -53,9 +67,11 @@ def main() -> None:
         "versions": {"prefect": version("prefect")}, "date": datetime.now(UTC).date().isoformat(),
     }
     rows = []
-    for metric, value in overhead(store, options.process_wall_s).items():
+    measured = {f"orchestration.{name}": value for name, value in overhead(store, options.process_wall_s).items()}
+    measured |= {f"seams.{name}": value for name, value in seams(store).items()}
+    for metric, value in measured.items():
         unit = "share" if metric.endswith("share") else "s" if metric.endswith("_s") else "stages"
-        rows.append({"metric": f"orchestration.{metric}", "value": round(value, 4), "unit": unit, **facts})
+        rows.append({"metric": metric, "value": round(value, 4), "unit": unit, **facts})
         print(f"{metric} {value:.3f} {unit}")
     path = Path(__file__).parent / "results" / "orchestration.json"
     path.parent.mkdir(exist_ok=True)

