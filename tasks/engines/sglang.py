@@ -67,6 +67,7 @@ class SglangEngine(Engine):
             argv += ["--mem-fraction-static", str(tuning.memory_fraction)]
         if cpu:
             argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+            argv += ["--sleep-on-idle"]  # its scheduler would spin on a core of the few there are
         elif tuning.attention_backend is not None:
             argv += ["--attention-backend", tuning.attention_backend]
         if tuning.cuda_graph is False and not cpu:

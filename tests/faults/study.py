@@ -1,9 +1,9 @@
 """`make study-faults`: 200 random faults on the stub campaign, 20 on the real CPU engines, in resumable pieces.
 
-    python tests/faults/study.py [--faults 200] [--pieces N] [--campaign stub|vllm]
+    python tests/faults/study.py [--faults 200] [--pieces N] [--part 0/2] [--campaign stub|vllm]
 
 Every outcome is a line in test-output/study-faults-<campaign>.jsonl; a second call goes on where the first
-stopped. At the end the counts are written to tests/bench/results/faults-<campaign>.json.
+stopped; parts may run side by side. At the end the counts are written to tests/bench/results/faults-<campaign>.json.
 """
 
 from __future__ import annotations
@@ -37,24 +37,27 @@ def plan(faults: int) -> list[tuple[int, Fault, float]]:
     return [(number, kinds[number % len(kinds)], chance.uniform(0.02, 0.98)) for number in range(faults)]
 
 
-def run_study(kind: str, faults: int, pieces: int) -> list[dict[str, Any]]:
-    """Run up to `pieces` of the faults that are not done yet; returns all outcomes so far."""
+def run_study(kind: str, faults: int, pieces: int, part: tuple[int, int]) -> list[dict[str, Any]]:
+    """Run up to `pieces` of this part's faults that are not done yet; returns all outcomes so far."""
     journal = ROOT / "test-output" / f"study-faults-{kind}.jsonl"
     journal.parent.mkdir(exist_ok=True)
-    done = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
-    known = {row["number"] for row in done}
-    waiting = [item for item in plan(faults) if item[0] not in known][:pieces]
+    known = {row["number"] for row in _outcomes(journal)}
+    mine = [item for item in plan(faults) if item[0] // 8 % part[1] == part[0]]  # every part has all eight kinds
+    waiting = [item for item in mine if item[0] not in known][:pieces]
     if waiting:
         with tempfile.TemporaryDirectory(prefix="drafthouse-study-") as folder, prefect_stack(Path(folder)) as stack:
             reference = undisturbed(stack, Path(folder) / "undisturbed", kind)
             for number, fault, share in waiting:
                 row = _one(stack, Path(folder), number, fault, share, reference, kind)
-                done.append(row)
                 with journal.open("a") as stream:
                     stream.write(json.dumps(row) + "\n")
-                what = f"{len(done)}/{faults} {fault} at {share:.2f}"
+                what = f"{len(_outcomes(journal))}/{faults} {fault} at {share:.2f}"
                 print(f"{what}: {row['states']} {row['problems'] or 'ok'}", flush=True)
-    return done
+    return _outcomes(journal)
+
+
+def _outcomes(journal: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
 
 
 def _one(
@@ -83,9 +86,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--pieces", type=int, default=10_000, help="stop after so many, to go on later")
+    parser.add_argument("--part", default="0/1", help="which of how many parts: 0/2 and 1/2 run side by side")
     parser.add_argument("--campaign", choices=["stub", "vllm"], default="stub")
     options = parser.parse_args()
-    done = run_study(options.campaign, options.faults, options.pieces)
+    this, _, parts = options.part.partition("/")
+    done = run_study(options.campaign, options.faults, options.pieces, (int(this), int(parts)))
     write_results(options.campaign, done)
     problems = [row for row in done if row["problems"]]
     print(f"{len(done)} of {options.faults} faults, {len(problems)} with problems")

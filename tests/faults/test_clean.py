@@ -144,6 +144,23 @@ def test_a_reused_pid_is_not_signalled(state_home: Path, doomed: list[Doomed]) -
     assert not list(state_home.glob("lease-*"))
 
 
+@pytest.mark.parametrize("jump_s", [-10 * 365 * 86400.0, 10 * 365 * 86400.0])
+def test_a_clock_that_jumped_changes_nothing_about_what_is_ours(
+    state_home: Path, doomed: list[Doomed], jump_s: float
+) -> None:
+    """Who a process is hangs on its boot and its start in ticks, not on the time of day."""
+    state_dir()
+    child, innocent = (sleeper(doomed, start_new_session=True) for _ in range(2))
+    identity, other = identity_of(child.pid), identity_of(innocent.pid)
+    assert identity is not None and other is not None
+    members = [identity, Identity(other.pid, other.start_ticks - 100)]
+    write_lease(a_lease(Identity(2**22 + 3, 5), members=members, started_at=time.time() + jump_s), state_home)
+    clean_host(grace_s=0.5)
+    assert child.wait(5) is not None
+    assert innocent.poll() is None
+    assert not list(state_home.glob("lease-*"))
+
+
 def test_a_lease_of_another_boot_and_a_torn_lease_touch_nothing(state_home: Path, doomed: list[Doomed]) -> None:
     state_dir()
     innocent = sleeper(doomed)
