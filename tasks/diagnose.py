@@ -41,7 +41,7 @@ def diagnose(store: Store, drafter_dir: Path | None = None) -> dict[str, Any]:
     else:
         _check_drafter(case, findings)
     named = [finding for finding in findings.ranked() if finding.score >= ACCUSED]
-    judged = case.pool is not None or case.drafter_dir is not None
+    judged = bool(case.states_index) or case.drafter_dir is not None
     if not judged:
         findings.notes.append("neither states nor a drafter to judge: this run is not called healthy")
     causes = [finding.as_json() for finding in named]

@@ -6,15 +6,18 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow.parquet as pq
 
 from tasks.config import Campaign
 from tasks.errors import DrafthouseError, InputError
-from tasks.store.tables import Store
+from tasks.store.captured import read_states
+from tasks.store.states import Sample
+from tasks.store.tables import Store, safe_name
 
 Row = dict[str, Any]
+T = TypeVar("T")
 TABLES = ("acceptance", "replay", "training", "servers", "alignment")
 
 
@@ -26,7 +29,7 @@ class Case:
     store: Store
     responses: list[Row]
     states_index: list[Row]
-    pool: Path | None
+    pools: dict[str, Path]  # engine environment, as the first part of a shard's path -> pool of its states
     outputs: list[Row]
     tables: dict[str, list[Row]]
     drafter_dir: Path | None
@@ -37,6 +40,10 @@ class Case:
     @property
     def model(self) -> Path:
         return Path(self.campaign.target.model)
+
+    def states_of(self, row: Row) -> Sample:
+        """Captured states of a row of `states_index`; raises ArtifactDamaged."""
+        return read_states(self.pools[environment_of(row)], row)
 
 
 def load_case(store: Store, drafter_dir: Path | None) -> Case:
@@ -51,6 +58,7 @@ def load_case(store: Store, drafter_dir: Path | None) -> Case:
         raise InputError(f"run {store.run_id}: its config is of another version of drafthouse ({told})") from error
     notes: list[str] = []
     index = store.read("states_index", store.run_id).to_pylist()
+    pools = _pools(store, index, notes)
     own = _own_drafter(store, campaign, notes)
     if drafter_dir is None and own is not None:
         places = sorted((own / "serve").glob("*/config.json"))
@@ -62,8 +70,9 @@ def load_case(store: Store, drafter_dir: Path | None) -> Case:
         drafter_dir = places[0].parent
     steps = sorted(store.root.glob(f"pools/training/{own.name}/step-*.pt")) if own else []
     return Case(
-        campaign=campaign, store=store, responses=_responses(store, notes), states_index=index,
-        pool=_pool(store, index, notes), outputs=_outputs(store, campaign, notes),
+        campaign=campaign, store=store, responses=_responses(store, notes),
+        states_index=[row for row in index if environment_of(row) in pools], pools=pools,
+        outputs=_outputs(store, campaign, notes),
         tables={name: store.read(name, store.run_id).to_pylist() for name in TABLES},
         drafter_dir=drafter_dir, own_drafter=own, checkpoint=steps[-1] if steps else None, notes=notes,
     )
@@ -81,15 +90,22 @@ def _responses(store: Store, notes: list[str]) -> list[Row]:
     return rows
 
 
-def _pool(store: Store, index: list[Row], notes: list[str]) -> Path | None:
+def environment_of(row: Row) -> str:
+    """Engine environment that captured these states."""
+    return Path(row["shard"]).parts[0]
+
+
+def _pools(store: Store, index: list[Row], notes: list[str]) -> dict[str, Path]:
     if not index:
         notes.append("no states in this run: hypotheses on stored states are not tested")
-        return None
-    for pool in sorted(store.root.glob("pools/states/*")):
-        if (pool / index[0]["shard"]).exists():
-            return pool
-    notes.append(f"shards of this run's states are gone ({index[0]['shard']})")
-    return None
+    found = {}
+    for environment in sorted({environment_of(row) for row in index}):
+        places = sorted(store.root.glob(f"pools/states/*/{safe_name(environment)}"))
+        if places:
+            found[environment] = places[0].parent
+        else:
+            notes.append(f"shards of this run's states are gone ({environment})")
+    return found
 
 
 def _own_drafter(store: Store, campaign: Campaign, notes: list[str]) -> Path | None:
@@ -127,8 +143,8 @@ def _outputs(store: Store, campaign: Campaign, notes: list[str]) -> list[Row]:
     return [row for row in rows if len(row["output_token_ids"]) > 1]
 
 
-def spread(rows: list[Row], count: int) -> list[Row]:
-    """`count` rows spread over the list."""
+def spread(rows: list[T], count: int) -> list[T]:
+    """`count` of them spread over the list."""
     return rows[:: max(1, len(rows) // count)][:count]
 
 

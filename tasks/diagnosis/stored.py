@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tasks import reference
-from tasks.diagnosis.case import Case, spread
+from tasks.diagnosis.case import Case, environment_of, spread
 from tasks.diagnosis.causes import Findings
+from tasks.diagnosis.engines import compare_engines
 from tasks.errors import ArtifactDamaged, DrafthouseError
-from tasks.store.captured import read_states
 
 SAMPLES = 10  # compared in full
 OWNERS = 96  # samples whose beginnings are tried as owners of foreign states
@@ -55,13 +55,16 @@ def _errors(states_TD: Tensor, expected_TD: Tensor) -> Tensor:
 
 def check_states(case: Case, findings: Findings) -> bool:
     """Compare a sample of the run's states; returns whether all of them are right."""
-    if case.pool is None:
+    if not case.states_index:
         return True
-    chosen = [max(case.states_index, key=lambda r: int(r["tokens"])), *spread(case.states_index, SAMPLES - 1)]
+    chosen = []
+    for environment in case.pools:  # the states of each engine
+        rows = [row for row in case.states_index if environment_of(row) == environment]
+        chosen += [max(rows, key=lambda r: int(r["tokens"])), *spread(rows, SAMPLES // len(case.pools) - 1)]
     samples, expected, broken = [], [], []
-    for row in {r["sample_key"]: r for r in chosen}.values():
+    for row in {(r["sample_key"], r["shard"]): r for r in chosen}.values():
         try:
-            samples.append(read_states(case.pool, row))
+            samples.append(case.states_of(row))
         except ArtifactDamaged as damage:
             broken.append(str(damage))
     if broken:
@@ -74,7 +77,8 @@ def check_states(case: Case, findings: Findings) -> bool:
         expected = [torch.cat([s, reference.after_norm(case.model, s[:, last])[:, None]], 1) for s in states]
     except DrafthouseError as error:
         findings.notes.append(f"stored states are not compared with a transformers forward: {error}")
-        return not broken
+        limit = tolerance(case.campaign.target.dtype, case.campaign.thresholds.state_rel_error)
+        return compare_engines(case, findings, limit) and not broken
     limit = tolerance(case.campaign.target.dtype, case.campaign.thresholds.state_rel_error)
     cells, total = [], 0
     for sample, expected_TKD in zip(samples, expected, strict=True):

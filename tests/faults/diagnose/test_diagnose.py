@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from diagnose_faults import FAULTS
-from diagnose_world import World, suffer, world_from
+from diagnose_world import World, suffer, world_from, write_run
 from transformers import AutoModelForCausalLM
 
 from tasks.campaign_file import load_campaign
@@ -135,6 +135,44 @@ def test_a_run_of_another_version_and_a_folder_that_is_no_drafter_are_clear_erro
         diagnose(Store(healthy[0], "run-a"), tmp_path)
 
 
+def with_a_second_engine(base: Path, folder: Path, shift: int, **config: str) -> Store:
+    """A run whose samples were captured by two engines, the second one `shift` layers off."""
+    model = folder / "model"
+    shutil.copytree(TINY / "model", model)
+    known = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(known | config))
+    world = world_in(base, folder / "w")
+    target = world.campaign.target.model_copy(update={"model": str(model)})
+    world.campaign = world.campaign.model_copy(update={"target": target})
+    write_run(world)
+    pool = world.store.pool("states", "p2") / "second"
+    pool.mkdir()
+    writer = ShardWriter(pool)
+    ids = {row["sample_key"]: list(row["token_ids"]) for row in world.responses}
+    for key, states in world.states.items():
+        writer.put(Sample(key, ids[key], states.roll(-shift, 1).contiguous(), world.points))
+    writer.close()
+    world.store.write("states_index", [
+        {"sample_key": key, "state_key": key, "shard": f"second/{ack['shard']}", "row_group": ack["row_group"],
+         "tokens": ack["tokens"], "points": world.points} for key, ack in read_acks(pool).items()
+    ], "second")
+    return world.store
+
+
+def test_states_of_a_second_engine_are_judged_too(base: Path, tmp_path: Path) -> None:
+    found = diagnose(with_a_second_engine(base, tmp_path, 1))
+    assert found["causes"] and found["causes"][0]["id"] in ("layer_shift", "point_order"), found
+
+
+@pytest.mark.parametrize(("shift", "causes"), [(0, []), (1, ["layer_shift"])])
+def test_engines_are_compared_with_each_other_where_transformers_cannot_load_the_target(
+    base: Path, tmp_path: Path, shift: int, causes: list[str]
+) -> None:
+    found = diagnose(with_a_second_engine(base, tmp_path, shift, model_type="from_the_future"))
+    assert [cause["id"] for cause in found["causes"]] == causes, found
+    assert any("engine-to-engine comparison" in note for note in found["notes"]), found["notes"]
+
+
 def test_a_target_that_transformers_cannot_load_leaves_notes_and_no_accusation(
     base: Path, tmp_path: Path
 ) -> None:
@@ -145,8 +183,8 @@ def test_a_target_that_transformers_cannot_load_leaves_notes_and_no_accusation(
     world = world_in(base, tmp_path / "w")
     target = world.campaign.target.model_copy(update={"model": str(model)})
     world.campaign = world.campaign.model_copy(update={"target": target})
-    from diagnose_world import write_run
     write_run(world)
     found = diagnose(world.store)
     assert found["causes"] == []
     assert any("not compared with a transformers forward" in note for note in found["notes"])
+    assert any("one engine's states only" in note for note in found["notes"])
