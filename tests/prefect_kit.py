@@ -156,8 +156,26 @@ class PrefectStack:
         until(lambda: not _alive(found.infrastructure_pid), 60, f"process {found.infrastructure_pid} to end")
         return found
 
-    def retry(self, flow_run: UUID) -> None:
-        """What the UI's Retry button does."""
+    def retry(self, flow_run: UUID, timeout_s: float = 120) -> list[str]:
+        """Press the UI's Retry button until the run starts; returns the ends that came over a retry.
+
+        Some seconds after a cancelled flow has said so itself, Prefect's worker says it once more, over a retry that
+        came in between.
+        """
+        before, again, deadline = self.run(flow_run).run_count, list[str](), time.monotonic() + timeout_s
+        self._press_retry(flow_run)
+        while (seen := self.run(flow_run)).run_count == before:
+            if seen.state and seen.state.is_final():
+                again.append(str(seen.state.name))
+                self._press_retry(flow_run)
+            if time.monotonic() > deadline:
+                states = [f"{s.timestamp:%X} {s.name}" for s in self.client.read_flow_run_states(flow_run)]
+                said = (self.folder / "worker.log").read_text()[-3000:]
+                raise AssertionError(f"the retry did not start: {states}; the worker: {said}")
+            time.sleep(0.2)
+        return again
+
+    def _press_retry(self, flow_run: UUID) -> None:
         self.client.set_flow_run_state(flow_run, Scheduled(name="AwaitingRetry"), force=True)
 
     def cancel(self, flow_run: UUID) -> None:

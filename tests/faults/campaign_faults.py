@@ -154,8 +154,11 @@ class FaultRun:
                 return finished
             if attempt <= RETRIES:
                 time.sleep(2)  # the worker is still ending the dead run
-                self.stack.retry(run)
-                until(lambda: self.stack.run(run).run_count > attempt, 90, "the retry to start")  # noqa: B023
+                try:
+                    outcome.states += [f"{name} again" for name in self.stack.retry(run)]
+                except AssertionError as error:
+                    outcome.problems.append(str(error))
+                    return finished
         outcome.problems.append(f"not completed after {RETRIES} retries: {state.message}")
         return finished
 

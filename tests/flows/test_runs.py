@@ -46,7 +46,6 @@ def test_a_failed_run_that_is_retried_does_only_what_is_left(prefect: PrefectSta
 
     small.broken.unlink()
     prefect.retry(run)
-    until(lambda: prefect.run(run).run_count > 1, 60, "the retry to start")
     done = prefect.finish(run)
     assert done.state and done.state.type is StateType.COMPLETED, prefect.logs(run)
     assert small.generated() == before[1] and small.extracted() == before[2]
@@ -79,7 +78,6 @@ def test_a_cancelled_run_stops_its_server_and_continues_when_retried(prefect: Pr
     until(lambda: not list((prefect.folder / "state" / "drafthouse").glob("lease-*")), 20, "lease gone with its server")
     small.file.write_text(small.file.read_text().replace("'0.2'", "'0.0'"))
     prefect.retry(run)
-    until(lambda: prefect.run(run).run_count > 1, 60, "the retry to start")
     done = prefect.finish(run)
     assert done.state and done.state.type is StateType.COMPLETED, prefect.logs(run)
 
