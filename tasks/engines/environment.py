@@ -7,6 +7,7 @@ import os
 import subprocess
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tasks.config import Arm, Campaign
 from tasks.engines.base import Engine
@@ -39,11 +40,23 @@ def environment_key(campaign: Campaign, arm: Arm, adapter: Engine) -> str:
 
 @lru_cache(maxsize=16)
 def _packages(python: str, variables: tuple[tuple[str, str], ...]) -> str:
+    return content_key(ask_environment(python, _PACKAGES, variables))
+
+
+def ask_environment(python: str, program: str, variables: tuple[tuple[str, str], ...] = ()) -> Any:
+    """What a small program prints as JSON when the environment's own interpreter runs it.
+
+    `variables` are those that the environment needs, such as PYTHONPATH. Raises NotSupported if that
+    interpreter does not run.
+    """
+    if not Path(python).exists():
+        raise NotSupported(f"no engine environment at {python}; make it with: make engines")
     try:
         done = subprocess.run(
-            [python, "-P", "-c", _PACKAGES], capture_output=True, text=True, timeout=60, check=True,
+            [python, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True,
             env=os.environ | dict(variables),
         )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NotSupported(f"{python}: this engine environment does not work ({error}); run make engines") from error
-    return content_key(json.loads(done.stdout))
+        return json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        what = f"{python}: this engine environment does not work ({type(error).__name__})"
+        raise NotSupported(f"{what}; run make engines") from error

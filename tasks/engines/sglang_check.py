@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -14,6 +11,7 @@ from typing import Any
 
 from tasks.config import Device, Dtype, Role
 from tasks.engines.base import LaunchPlan
+from tasks.engines.environment import ask_environment
 from tasks.engines.inside.sglang_plugin import CAPTURE_VERSION, PLATFORM
 from tasks.engines.vllm_check import drafter_ids, model_config, num_layers, text_config, uses_custom_all_reduce
 from tasks.errors import NotSupported
@@ -64,14 +62,7 @@ def environment(python: str, variables: tuple[tuple[str, str], ...] = ()) -> dic
     Nothing heavy is imported. `variables` are those that the environment needs, such as PYTHONPATH.
     Raises NotSupported if that interpreter does not run or has no SGLang.
     """
-    try:
-        done = subprocess.run(
-            [python, "-P", "-c", PROBE], capture_output=True, text=True, timeout=60, check=True,
-            env=os.environ | dict(variables),
-        )
-        found: dict[str, str] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise NotSupported(f"{python}: this engine environment does not work ({type(error).__name__})") from error
+    found: dict[str, str] = ask_environment(python, PROBE, variables)
     if "sglang" not in found or not found["folder"]:
         raise NotSupported(f"{python}: SGLang is not installed in this engine environment")
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.config import Role
 from tasks.engines.base import LaunchPlan, Observed, Source
-from tasks.engines.vllm_http import get_json
+from tasks.engines.http import get_json
 from tasks.errors import SettingsMismatch
 
 # Samplers, grammars and MoE runners fall back as well, in the same words.

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from tasks.config import Device, Role
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
+from tasks.engines.http import ask, get_metrics
 from tasks.engines.prometheus import Sample, by_label, total
 from tasks.engines.vllm_check import (
     BLOCK_TOKENS,
@@ -20,7 +21,6 @@ from tasks.engines.vllm_check import (
     num_layers,
     uses_custom_all_reduce,
 )
-from tasks.engines.vllm_http import ask, get_metrics
 from tasks.engines.vllm_settings import effective_settings
 from tasks.errors import CaptureLost, EngineError, NotSupported
 

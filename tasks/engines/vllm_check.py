@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from tasks.config import Device, Role
 from tasks.engines.base import LaunchPlan
+from tasks.engines.environment import ask_environment
 from tasks.errors import NotSupported
 
 OLDEST = (0, 26)
@@ -50,16 +49,7 @@ def environment(python: str, variables: tuple[tuple[str, str], ...] = ()) -> dic
 
     Raises NotSupported if that interpreter does not run or has no vLLM.
     """
-    if not Path(python).exists():
-        raise NotSupported(f"no engine environment at {python}; make it with: make engines")
-    try:
-        done = subprocess.run(
-            [python, "-P", "-c", PROBE], capture_output=True, text=True, timeout=60, check=True,
-            env=os.environ | dict(variables),
-        )
-        found: dict[str, str] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise NotSupported(f"{python}: this engine environment does not work ({type(error).__name__})") from error
+    found: dict[str, str] = ask_environment(python, PROBE, variables)
     if "vllm" not in found or not found["folder"]:
         raise NotSupported(f"{python}: vLLM is not installed in this engine environment")
     return found

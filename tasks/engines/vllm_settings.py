@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.engines.base import LaunchPlan, Observed, Source
+from tasks.engines.http import get_json, get_metrics
 from tasks.engines.prometheus import Sample
-from tasks.engines.vllm_http import get_json, get_metrics
 
 REPORTED = (  # every canonical setting that gets a row, reported or not
     "engine_version", "dtype", "kv_dtype", "quantization", "tensor_parallel", "max_running_requests", "kv_tokens",

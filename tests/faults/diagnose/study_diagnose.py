@@ -35,7 +35,7 @@ WORK = ROOT / ".study" / "diagnose"
 RESULTS = ROOT / "tests" / "bench" / "results" / "diagnose.json"
 DOCS = ROOT / "docs" / "diagnose.md"
 MARKS = ("<!-- study -->", "<!-- /study -->")
-CAMPAIGN = ROOT / "deployments" / "campaigns" / "demo-cpu.yaml"
+CAMPAIGN = ROOT / "deployments" / "campaigns" / "demo-vllm.yaml"
 SMALL = ("name=diagnose-base", "prompts.train_samples=64", "drafter.epochs=6", "drafter.batch_size=4",
          "workloads.0.concurrencies=[8]")
 

@@ -1,4 +1,4 @@
-"""Small HTTP requests to a running vLLM; no answer is always ServerLost."""
+"""Small HTTP requests to a running engine; no answer is always ServerLost."""
 
 from __future__ import annotations
 
