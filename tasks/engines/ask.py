@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from tasks.apart import run_apart
 from tasks.engines.base import Completion, Engine
 from tasks.errors import EngineError, ServerLost, SettingsMismatch
 
@@ -40,7 +41,7 @@ def ask(
     nothing listens any more, and whatever `on_answer` raises, after cancelling what is in flight.
     """
     asked = Asked()
-    asyncio.run(_ask_all(asked, url, bodies, on_answer, concurrency, attempts, timeout_s))
+    run_apart(_ask_all(asked, url, bodies, on_answer, concurrency, attempts, timeout_s))
     return asked
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import aiohttp
 
+from tasks.apart import run_apart
 from tasks.errors import SeamMismatch
 from tasks.load.stream import AnswerReader, Dialect, SseDecoder
 
@@ -67,7 +68,7 @@ def record(
     other prompt tokens than were sent.
     """
     with _no_collection():
-        return asyncio.run(_record(url, requests, concurrency, dialect, timeout_s, running, progress))
+        return run_apart(_record(url, requests, concurrency, dialect, timeout_s, running, progress))
 
 
 @contextmanager

@@ -104,6 +104,19 @@ class FaultRun:
             return next(iter(Store(self.root, "reader").read("runs").to_pylist()), None)
         return None
 
+    def wait_for(self, share: float, reference: Reference) -> None:
+        """Until that share of an undisturbed run's stages is done, and that far into the next one.
+
+        Stages and not seconds, since other load makes a run several times slower.
+        """
+        done, into = divmod(share * reference.stages, 1)
+        while len(self._stages()) < done and (self._row() or {}).get("state") == "running":
+            time.sleep(0.02)
+        time.sleep(into * reference.seconds / reference.stages)
+
+    def _stages(self) -> list[Path]:
+        return list(self.root.glob("tables/stages/*/*.parquet"))
+
     def strike(self, run: UUID, fault: Fault) -> bool:
         """Do what the fault says; False if the run had ended before there was something to hit."""
         row, lease = self._row(), None
@@ -228,6 +241,7 @@ class Reference:
     """An undisturbed run."""
 
     seconds: float
+    stages: int
     results: dict[str, Any]
 
 
@@ -239,19 +253,20 @@ def undisturbed(stack: PrefectStack, folder: Path, engine: str = "stub") -> Refe
     assert outcome.states == ["Completed"], outcome
     row = run._row()
     assert row is not None
-    return Reference((row["finished_at"] - row["started_at"]).total_seconds(), run.results())
+    seconds = (row["finished_at"] - row["started_at"]).total_seconds()
+    return Reference(seconds, len(run._stages()), run.results())
 
 
 def suffer(
     stack: PrefectStack, folder: Path, fault: Fault, share: float, reference: Reference, engine: str = "stub"
 ) -> Outcome:
-    """One campaign with `fault` after `share` of an undisturbed run's time; retried until it completes."""
+    """One campaign with `fault` after `share` of an undisturbed run's stages; retried until it completes."""
     begun = time.monotonic()
     outcome, decoys = Outcome(fault, share), Decoys()
     run = FaultRun(stack, folder, engine)
     try:
         flow_run = run.start()
-        time.sleep(share * reference.seconds)
+        run.wait_for(share, reference)
         outcome.struck = run.strike(flow_run, fault)
         finished = run.to_completion(flow_run, outcome)
         if finished:

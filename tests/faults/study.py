@@ -75,8 +75,9 @@ def write_results(kind: str, done: list[dict[str, Any]]) -> None:
         "versions": {"prefect": version("prefect"), "drafthouse": version("drafthouse")},
         "date": datetime.now(UTC).date().isoformat(),
     }
+    struck = Counter(row["fault"] for row in done if row["struck"])
     rows = [{"metric": f"faults without loss, {kind}: {fault}", "value": counts[fault] - hurt[fault],
-             "of": counts[fault], **facts} for fault in sorted(counts)]
+             "of": counts[fault], "struck": struck[fault], **facts} for fault in sorted(counts)]
     path = ROOT / "tests" / "bench" / "results" / f"faults-{kind}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows, indent=1) + "\n")
@@ -93,7 +94,8 @@ def main() -> int:
     done = run_study(options.campaign, options.faults, options.pieces, (int(this), int(parts)))
     write_results(options.campaign, done)
     problems = [row for row in done if row["problems"]]
-    print(f"{len(done)} of {options.faults} faults, {len(problems)} with problems")
+    struck = sum(row["struck"] for row in done)
+    print(f"{len(done)} of {options.faults} faults, {struck} struck a run at work, {len(problems)} with problems")
     return 1 if problems else 0
 
 
