@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Final
 from uuid import UUID
 
 from prefect import get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from rich.console import Console
@@ -82,7 +85,10 @@ class _Bar:
 
 
 class _Artifact:
-    """One progress artifact of the task that opened it; a server that does not take it never fails a stage."""
+    """One progress artifact of the task that opened it; a server that does not take it never fails a stage.
+
+    It is sent from a thread, since who reports may be the event loop that measures an engine.
+    """
 
     def __init__(self, name: str) -> None:
         task, flow = TaskRunContext.get(), FlowRunContext.get()
@@ -90,33 +96,42 @@ class _Artifact:
         self._flow_run = flow.flow_run.id if flow and flow.flow_run else task.task_run.flow_run_id if task else None
         self._name = name
         self._id: UUID | None = None
-        self._sent_at = self._failures = 0.0
-        self._share: float = 0.0
+        self._sent_at, self._failures, self._share = 0.0, 0, 0.0
+        self._context = contextvars.copy_context()  # says which server
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="progress")
+        self._client: SyncPrefectClient | None = None
 
     def show(self, done: int, total: int) -> None:
         """Send the share done, at most every two seconds."""
         self._share = 100.0 * done / total if total else 100.0
         if time.monotonic() - self._sent_at >= UPDATE_EVERY_S:
-            self._send(f"{self._name}: {done} of {total}")
+            self._sent_at = time.monotonic()
+            self._sender.submit(self._context.run, self._send, f"{self._name}: {done} of {total}", self._share)
 
     def finish(self) -> None:
         """Send the last share, if anything was ever shown."""
-        if self._id is not None:
-            self._send(self._name)
+        if self._sent_at:
+            self._sender.submit(self._context.run, self._send, self._name, self._share)
+            self._sender.submit(self._context.run, self._close)
+        self._sender.shutdown(wait=True)
 
-    def _send(self, text: str) -> None:
+    def _send(self, text: str, share: float) -> None:
         if self._failures > 3:
             return
-        self._sent_at = time.monotonic()
         try:
-            with get_client(sync_client=True) as client:
-                if self._id is None:
-                    key = re.sub(r"[^a-z0-9]+", "-", f"progress {self._name}".lower()).strip("-")
-                    made = ArtifactCreate(key=key, type="progress", description=text, data=self._share,
-                                          flow_run_id=self._flow_run, task_run_id=self._task_run)
-                    self._id = client.create_artifact(made).id
-                else:
-                    client.update_artifact(self._id, ArtifactUpdate(data=self._share, description=text))
+            if self._client is None:
+                self._client = get_client(sync_client=True).__enter__()
+            if self._id is None:
+                key = re.sub(r"[^a-z0-9]+", "-", f"progress {self._name}".lower()).strip("-")
+                made = ArtifactCreate(key=key, type="progress", description=text, data=share,
+                                      flow_run_id=self._flow_run, task_run_id=self._task_run)
+                self._id = self._client.create_artifact(made).id
+            else:
+                self._client.update_artifact(self._id, ArtifactUpdate(data=share, description=text))
         except Exception as error:
             self._failures += 1
             logger.debug("progress of %s not shown in the Prefect UI: %s", self._name, error)
+
+    def _close(self) -> None:
+        if self._client is not None:
+            self._client.__exit__()

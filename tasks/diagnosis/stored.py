@@ -139,6 +139,7 @@ def _guesses(cell: Cell, limit: float, owners: _Owners) -> Iterator[Guess]:
             inner = slice(abs(shift), -abs(shift))
             left = distance(captured[inner], right_TD.roll(-shift, 0)[inner])
             yield "token_shift", left, f"row t holds the state of token t{shift:+d}"
+    yield from _moved_part(cell, limit)
     yield from _cut(cell, limit)
     yield from _ceiling(cell)
     yield from owners.of(cell)
@@ -167,6 +168,21 @@ def _norms(cell: Cell) -> Iterator[Guess]:
         left = distance(cell.captured_TD[test], (x_TD * weight_D)[test])
         if left < 0.2:
             yield "norm_mixup", left + 1e-3, f"is hidden_states[{k}] behind a norm"
+
+
+def _moved_part(cell: Cell, limit: float) -> Iterator[Guess]:
+    """The rows from some token on are moved, as a chunk of the prefill that begins a token early or late."""
+    wrong = (cell.errors_T > max(limit, 1e-3)).nonzero()[:, 0]
+    tokens = len(cell.errors_T)
+    if not len(wrong) or not (first := int(wrong[0])):
+        return
+    right_TD = cell.expected_TKD[:, cell.point]
+    for shift in SHIFTS:
+        rows = torch.arange(first, tokens)
+        rows = rows[(rows + shift >= 0) & (rows + shift < tokens)]
+        if len(rows) > 2:
+            left = distance(cell.captured_TD[rows], right_TD[rows + shift]) * len(rows) / tokens
+            yield "token_shift", left, f"from token {first} of {tokens} on row t holds the state of token t{shift:+d}"
 
 
 def _cut(cell: Cell, limit: float) -> Iterator[Guess]:
