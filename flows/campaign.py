@@ -28,6 +28,7 @@ from tasks.clean import clean
 from tasks.config import Arm, Campaign, EngineName, Role, WorkloadKind
 from tasks.doctor import doctor, require_fit
 from tasks.extract import extract
+from tasks.preflight import require_ready
 from tasks.probe import probe, probe_folder
 from tasks.regenerate import regenerate
 from tasks.replay import replay
@@ -55,6 +56,7 @@ def campaign(config: Campaign | str, store: str = "store", overrides: Sequence[s
     A retry continues at the unfinished stage, sample, measurement or training step.
     """
     config = chosen_campaign(config, overrides)
+    require_ready(config)
     run_id = run_id_of(config)
     with only_campaign_on_host(config, run_id), recorded(config, Store(Path(store), run_id)) as run:
         run.step("doctor", "", partial(examine_host, config, run.store))

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from tasks.config import Campaign
 from tasks.errors import ConfigError
+from tasks.wording import in_words
 
 
 def load_campaign(path: Path, overrides: list[str] | None = None) -> Campaign:
@@ -21,13 +22,13 @@ def load_campaign(path: Path, overrides: list[str] | None = None) -> Campaign:
     Raises ConfigError with one line that starts with the path of the wrong field.
     """
     try:
-        data = yaml.safe_load(path.read_text())
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the campaign file ({error})") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    data = _read_yaml(text, str(path))
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a campaign file is a mapping of fields, got {type(data).__name__}")
+        given = "an empty one" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"{path}: a campaign file is a mapping of fields, this is {given}")
     for override in overrides or []:
         _apply(data, override)
     _resolve_paths(data, path.parent)
@@ -43,15 +44,48 @@ def parse_campaign(data: dict[str, Any], overrides: list[str] | None = None) -> 
     try:
         return Campaign.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("; ".join(_one_line(e) for e in error.errors())) from None
+        raise ConfigError("; ".join(in_words(e, Campaign) for e in error.errors())) from None
 
 
-def _one_line(error: Any) -> str:
-    path = ".".join(str(p) for p in error["loc"]) or "campaign"
-    message = error["msg"].removeprefix("Value error, ")
-    plain = not isinstance(error["input"], dict | list | tuple) and error["type"] != "missing"
-    got = f" (got {error['input']!r})" if plain else ""
-    return f"{path}: {message}{got}"
+def _read_yaml(text: str, where: str) -> Any:
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _refuse_repeated_keys(node, where, (), set())
+        return None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not valid YAML: {_problem(error)}") from error
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # such as a date that does not exist
+        raise ConfigError(f"{where}: not valid YAML: {error}") from error
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
+    return f"{place}: {' '.join(filter(None, (error.context, error.problem)))}"
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, where: str, path: tuple[str, ...], seen: set[int]) -> None:
+    """YAML itself lets the second key replace the first without a word."""
+    if id(node) in seen or not isinstance(node, yaml.MappingNode | yaml.SequenceNode):
+        return
+    seen.add(id(node))  # an alias may lead back here
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _refuse_repeated_keys(item, where, (*path, str(index)), seen)
+        return
+    firsts: dict[tuple[str, str], yaml.Node] = {}
+    for key, value in node.value:
+        name = (*path, str(key.value))
+        first = firsts.get((key.tag, str(key.value)))
+        if first is not None and not key.tag.endswith(":merge"):
+            lines = f"lines {first.start_mark.line + 1} and {key.start_mark.line + 1}"
+            raise ConfigError(f"{where}: {'.'.join(name)} is given twice, on {lines}; keep one")
+        firsts[key.tag, str(key.value)] = key
+        _refuse_repeated_keys(value, where, name, seen)
 
 
 def _apply(data: Any, override: str) -> None:
@@ -62,7 +96,7 @@ def _apply(data: Any, override: str) -> None:
     here = data
     for step in parents:
         here = _child(here, step, dotted)
-    value = yaml.safe_load(text)
+    value = _read_yaml(text, f"--set {override}")
     if isinstance(here, list):
         here[_index(here, last, dotted)] = value
     elif isinstance(here, dict):
@@ -83,7 +117,7 @@ def _index(items: list[Any], step: str, dotted: str) -> int:
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if step in names:
         return names.index(step)
-    if step.isdigit() and int(step) < len(items):
+    if step.isdecimal() and int(step) < len(items):
         return int(step)
     raise ConfigError(f"{dotted}: no item {step}; there are {', '.join(str(n) for n in names)}")
 
@@ -91,8 +125,8 @@ def _index(items: list[Any], step: str, dotted: str) -> int:
 def _resolve_paths(data: dict[str, Any], folder: Path) -> None:
     target, prompts = data.get("target"), data.get("prompts")
     places: list[tuple[Any, str]] = [(target, "model"), (prompts, "train_file"), (prompts, "heldout_file")]
-    arms = [arm for arm in data.get("arms") or [] if isinstance(arm, dict)]
-    places += [(arm.get("speculative"), "drafter") for arm in arms]
+    arms = data.get("arms")
+    places += [(a.get("speculative"), "drafter") for a in arms if isinstance(a, dict)] if isinstance(arms, list) else []
     for holder, field in places:
         value = holder.get(field) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and isinstance(value, str) and value != "own" and not Path(value).is_absolute():

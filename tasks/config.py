@@ -7,8 +7,9 @@ stream after k decoder layers, N = after the last layer before the final norm.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tasks.server_config import (
     HIDDEN,
@@ -29,6 +30,7 @@ from tasks.server_config import (
     TargetShape,
     Tuning,
     Variable,
+    each_once,
 )
 from tasks.store.keys import content_key
 
@@ -61,6 +63,9 @@ __all__ = [
 ]
 
 
+Count = Annotated[int, Field(ge=1)]
+
+
 class WorkloadKind(StrEnum):
     prompts = "prompts"
     random = "random"
@@ -77,8 +82,8 @@ class Workload(Frozen):
     """Longest answer, in tokens."""
     ignore_eos: bool = False
     """Generate exactly `output_tokens` tokens."""
-    concurrencies: tuple[int, ...] = (1, 8)
-    """Requests in flight, one measurement each (closed loop)."""
+    concurrencies: Annotated[tuple[Count, ...], AfterValidator(each_once)] = Field((1, 8), min_length=1)
+    """Requests in flight, one measurement each (closed loop), each number once."""
     requests: int = Field(32, ge=1)
     """Requests per measurement; prompts are taken in order, and again from the start if they run out."""
     repeats: int = Field(1, ge=1)

@@ -9,16 +9,18 @@ from tasks.engines.registry import engine
 from tasks.errors import DrafthouseError, MachineError
 from tasks.launch import shape_of
 from tasks.machine.doctor import EnvironmentFact, Report, examine
+from tasks.preflight import preflight
 
 PROJECT = Path(__file__).resolve().parents[1]
 
 
 def doctor(campaign: Campaign | None = None, store_root: Path = Path("store")) -> Report:
     """Host, engine environments and, for a campaign, all that is known to fail with it."""
-    shape = None
-    if campaign is not None:
-        shape = shape_of(campaign.target)
-    return examine(campaign, shape, store_root=store_root, environments=environments(campaign))
+    shape = None if campaign is None else shape_of(campaign.target)
+    report = examine(campaign, shape, store_root=store_root, environments=environments(campaign))
+    if campaign is not None and shape is not None:
+        report.findings += preflight(campaign, shape)
+    return report
 
 
 def require_fit(report: Report) -> None:

@@ -18,6 +18,7 @@ from tasks.launch import plan_of, shape_of, shown_variables
 from tasks.machine.estimate import Estimate, disk_needed_gib, estimate
 from tasks.machine.facts import Facts, facts_of
 from tasks.machine.known_bad import Finding, judge_campaign
+from tasks.preflight import preflight
 
 PORT = 30000
 
@@ -63,7 +64,8 @@ def render(campaign: Campaign, store: Path = Path("store"), facts: Facts | None 
     rows = estimate(campaign, shape)
     return DryRun(
         campaign.name, launches, len(launches), rows, disk_needed_gib(campaign, shape),
-        judge_campaign(campaign, known, shape), _layer_ids(campaign, shape),
+        [*preflight(campaign, shape, elsewhere=True), *judge_campaign(campaign, known, shape)],
+        _layer_ids(campaign, shape),
     )
 
 

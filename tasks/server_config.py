@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tasks.errors import ConfigError
 
+T = TypeVar("T")
 _PROJECT = Path(__file__).resolve().parents[1]
 NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"
+VARIABLE = r"^[A-Z_][A-Z0-9_]*$"
+CAPABILITY = r"^\d+\.\d$"
+IN_WORDS: Final = {
+    NAME: "use 1 to 40 lower-case letters, digits and hyphens, with a letter or digit first",
+    VARIABLE: "use upper-case letters, digits and underscores, with no digit first",
+    CAPABILITY: "write it as two numbers with a point and in quotes, such as '12.0'",
+}
 SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY", re.IGNORECASE)
 HIDDEN = "***"
 
@@ -24,6 +34,14 @@ class Frozen(BaseModel):
     """Base of all config models: unknown keys are errors, values do not change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def each_once(values: tuple[T, ...]) -> tuple[T, ...]:
+    """The values; raises ValueError that names what is listed more than once (named items by their names)."""
+    twice = [str(name) for name, count in Counter(getattr(v, "name", v) for v in values).items() if count > 1]
+    if twice:
+        raise ValueError(f"listed more than once: {', '.join(twice)}")
+    return values
 
 
 class EngineName(StrEnum):
@@ -94,7 +112,7 @@ class Interconnect(StrEnum):
 
 
 class Variable(Frozen):
-    name: str = Field(pattern=r"^[A-Z_][A-Z0-9_]*$")
+    name: str = Field(pattern=VARIABLE)
     """Name of the environment variable."""
     value: str
     """Its value, as text."""
@@ -142,24 +160,24 @@ class EngineEnvironment(Frozen):
     """Name that arms refer to; by default an arm uses `<engine>-<device>`."""
     python: str
     """Python interpreter of the environment in which the engine is installed."""
-    variables: tuple[Variable, ...] = ()
+    variables: Annotated[tuple[Variable, ...], AfterValidator(each_once)] = ()
     """Environment variables that this environment needs (PYTHONPATH, CUDA_HOME, ...)."""
 
 
 class Machine(Frozen):
     device: Device = Device.cpu
     """Where the engines run."""
-    gpus: tuple[int, ...] = ()
-    """GPU indices that the campaign may use; empty on a CPU."""
+    gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...], AfterValidator(each_once)] = ()
+    """GPU indices that the campaign may use, each once; empty on a CPU."""
     interconnect: Interconnect = Interconnect.auto
     """How the GPUs reach each other; `auto` = read from this host. Declare it to render on a host without GPUs."""
-    compute_capability: str | None = Field(None, pattern=r"^\d+\.\d$")
+    compute_capability: str | None = Field(None, pattern=CAPABILITY)
     """Compute capability of the GPUs, such as 12.0; empty = read from this host."""
     gpu_memory_gib: float | None = Field(None, gt=0)
     """Memory of one GPU in GiB, for estimates; empty = read from this host."""
     cpu_threads: int | None = Field(None, ge=1)
     """Threads per engine and trainer on a CPU; empty = all cores."""
-    environments: tuple[EngineEnvironment, ...] = ()
+    environments: Annotated[tuple[EngineEnvironment, ...], AfterValidator(each_once)] = ()
     """Engine environments that are not under `.venvs/`."""
     port: int | None = Field(None, ge=1024, le=65535)
     """Port of every server, on the loopback; empty = a free one."""
@@ -208,7 +226,7 @@ class Tuning(Frozen):
     """GPUs that share each layer."""
     nccl_profile: str = Field("none", pattern=NAME)
     """Named set of NCCL variables (none, single-gpu, nvlink, pcie-no-nvlink, p2p-off) or `auto`."""
-    variables: tuple[Variable, ...] = ()
+    variables: Annotated[tuple[Variable, ...], AfterValidator(each_once)] = ()
     """Further environment variables for the server."""
     extra_args: tuple[str, ...] = ()
     """Further command line arguments, passed to the engine as they are."""

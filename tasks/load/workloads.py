@@ -48,12 +48,17 @@ def heldout_prompts(workload: Workload, campaign: Campaign) -> list[RenderedProm
             heldout, target.model, chosen.max_prompt_tokens, trust_remote_code=target.trust_remote_code
         )
     longest = max((len(p.token_ids) for p in prompts), default=workload.input_tokens)
-    if longest + workload.output_tokens > target.max_model_len:
-        raise ConfigError(
-            f"workloads.{workload.name}.output_tokens: {longest} prompt tokens and {workload.output_tokens} more "
-            f"exceed target.max_model_len {target.max_model_len}"
-        )
+    check_length(workload, longest, target.max_model_len)
     return prompts
+
+
+def check_length(workload: Workload, prompt_tokens: int, max_model_len: int) -> None:
+    """Raises ConfigError if a prompt of that length and its answer do not fit into the model's length."""
+    if prompt_tokens + workload.output_tokens > max_model_len:
+        raise ConfigError(
+            f"workloads.{workload.name}.output_tokens: {prompt_tokens} prompt tokens and {workload.output_tokens} "
+            f"more exceed target.max_model_len {max_model_len}; lower one or raise the other"
+        )
 
 
 def points(workload: Workload) -> list[Point]:

@@ -49,7 +49,10 @@ def test_paths_are_relative_to_the_campaign_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("drafter.epoch=3", "drafter.epoch: Extra inputs are not permitted"),
+        ("drafter.epoch=3", "drafter.epoch: no such field; did you mean 'epochs'?"),
+        ("draftr.epochs=3", "draftr: no such field; did you mean 'drafter'?"),
+        ("arms.spec.speculative.num_tokens=3", "num_tokens: no such field; did you mean 'num_speculative_tokens'?"),
+        ("target.zzz=3", "target.zzz: no such field; there are dtype, max_model_len, model, name, shape, trust_remote"),
         ("drafter.epochs=many", "drafter.epochs: Input should be a valid integer"),
         ("drafter.points=[1, 1, 2]", "drafter.points: needs three distinct"),
         ("arms.nobody.name=x", "arms.nobody.name: no item nobody; there are base, take, spec"),
@@ -60,6 +63,22 @@ def test_paths_are_relative_to_the_campaign_file(tmp_path: Path) -> None:
         ("arms.spec.name=base", "name used twice: base"),
         ("arms.take.role=base", "spec wants a drafter from vllm, no arm extracts there"),
         ("target.dtype=int3", "target.dtype: Input should be 'float32'"),
+        ("drafter.points=[1,2", "--set drafter.points=[1,2: not valid YAML: line 1, column 5: while parsing"),
+        ("name=2024-13-45", "--set name=2024-13-45: not valid YAML: month must be in 1..12"),
+        ("drafter={epochs: 1, epochs: 2}", "epochs is given twice, on lines 1 and 1; keep one"),
+        ("arms.².name=x", "arms.².name: no item ²; there are base, take, spec"),
+        ("arms=5", "arms: should be a list, such as [1, 2] (got 5)"),
+        ("drafter=5", "drafter: should be a mapping of fields (got 5)"),
+        ("workloads.0.concurrencies=4", "workloads.0.concurrencies: should be a list, such as [1, 2] (got 4)"),
+        ("workloads.0.concurrencies=[0]", "workloads.0.concurrencies.0: Input should be greater than or equal to 1"),
+        ("workloads.0.concurrencies=[]", "workloads.0.concurrencies: needs at least 1 item"),
+        ("workloads.0.concurrencies=[1, 2, 1]", "workloads.0.concurrencies: listed more than once: 1"),
+        ("machine.gpus=[0, 0]", "machine.gpus: listed more than once: 0"),
+        ("machine.gpus=[-1]", "machine.gpus.0: Input should be greater than or equal to 0"),
+        ("arms.base.tuning.variables=[{name: A, value: x}, {name: A, value: y}]", "variables: listed more than once"),
+        ("machine.environments=[{name: e, python: x}, {name: e, python: y}]", "environments: listed more than once: e"),
+        ("name=My Run", "name: use 1 to 40 lower-case letters, digits and hyphens, with a letter or digit first (got"),
+        ("arms.base.tuning.variables=[{name: a, value: x}]", "name: use upper-case letters, digits and underscores"),
     ],
 )
 def test_a_wrong_override_is_one_line_with_its_path(tmp_path: Path, override: str, line: str) -> None:
@@ -75,6 +94,32 @@ def test_a_file_that_is_no_campaign_is_one_line(tmp_path: Path, text: str) -> No
         load(tmp_path, text)
     assert "c.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("again", "line"),
+    [
+        ("drafter: {epochs: 9}\n", "c.yaml: drafter is given twice, on lines 1 and 4; keep one"),
+        ("target:\n  model: a\n  model: b\n", "c.yaml: target.model is given twice, on lines 5 and 6; keep one"),
+        ("arms:\n- {name: a}\n- {name: b,\n   name: c}\n", "arms.1.name is given twice, on lines 6 and 7; keep one"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_with_its_lines(tmp_path: Path, again: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "drafter:\n  epochs: 2\n  batch_size: 3\n" + again)
+    assert str(caught.value).endswith(line)
+
+
+def test_aliases_and_merges_are_no_repeated_keys(tmp_path: Path) -> None:
+    text = yaml.safe_dump({k: v for k, v in valid().items() if k not in ("workloads", "drafter")})
+    text += "workloads:\n- &one {name: w, requests: 3}\n- &two {<<: *one, name: x}\n"
+    text += "- {<<: *two, name: y, requests: 4}\n"
+    assert [(w.name, w.requests) for w in load(tmp_path, text).workloads] == [("w", 3), ("x", 3), ("y", 4)]
+
+
+def test_a_file_that_is_not_yaml_names_line_and_column(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"c\.yaml: not valid YAML: line 2, column 3: mapping values are not"):
+        load(tmp_path, "a: b\n c: d\n")
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:

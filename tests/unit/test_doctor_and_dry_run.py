@@ -144,9 +144,9 @@ def test_known_bad_combinations(changes: dict[str, str], finding: str, level: st
     assert finding not in findings(story(), box()) or findings(story(), box())[finding] == "info"
 
 
-def test_too_little_disk_and_shared_memory_are_named_with_their_need() -> None:
+def test_too_little_disk_and_shared_memory_are_named_with_their_need(tmp_path: Path) -> None:
     machine = replace(box(), disk_free_gib=100.0, shm_gib=0.0625, shm_free_gib=0.0625)
-    report = doctor.examine(story(), story().target.shape, machine=machine)
+    report = doctor.examine(story(), story().target.shape, machine=machine, store_root=tmp_path)
     told = {f.id: f for f in report.findings}
     assert told["disk"].level == "error"
     assert "100.0 GiB free" in told["disk"].what
