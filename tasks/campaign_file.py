@@ -65,7 +65,7 @@ def _problem(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     place = f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
-    return f"{place}: {' '.join(filter(None, (error.context, error.problem)))}"
+    return f"{place}: {', '.join(filter(None, (error.context, error.problem)))}"
 
 
 def _refuse_repeated_keys(node: yaml.Node | None, where: str, path: tuple[str, ...], seen: set[int]) -> None:
