@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +11,11 @@ import typer
 
 from flows import cli_tools
 from flows.local_server import prefect_server
-from flows.shell import AsJson, ConfigFile, Overrides, RunId, StoreDir, one_line_errors, out
+from flows.shell import AsJson, ConfigFile, Overrides, RunId, StoreDir, at_least, one_line_errors, out, print_json
 from tasks.campaign_file import load_campaign
 from tasks.config import Campaign
 from tasks.errors import DrafthouseError
+from tasks.store.files import require_writable
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(cli_tools.app)
@@ -34,6 +33,7 @@ def run(
     if dry_run:
         show_plan(parsed, store, as_json)
         return
+    require_writable(store)
     begun = time.monotonic()
     with prefect_server():
         from flows.campaign import campaign  # Prefect reads its settings when it is imported
@@ -61,7 +61,7 @@ def show_plan(config: Campaign, store: Path, as_json: bool) -> None:
 
     plan = render(config, store)
     if as_json:
-        sys.stdout.write(json.dumps(plan.to_json(), default=str, indent=1) + "\n")
+        print_json(plan.to_json())
     else:
         for line in lines(plan):
             out.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -76,7 +76,7 @@ def show_run(store: Path, run_id: str, as_json: bool, took: str = "") -> None:
 
     facts = summary(Store(store, run_id))
     if as_json:
-        sys.stdout.write(json.dumps(facts, default=str, indent=1) + "\n")
+        print_json(facts)
         return
     from flows.terminal import print_summary
 
@@ -92,6 +92,7 @@ def report(run_id: RunId = "last", store: StoreDir = DEFAULT_STORE, as_json: AsJ
     from tasks.store.tables import Store, find_run
 
     found = find_run(store, run_id)
+    require_writable(store)
     write_report(store=Store(store, found))
     show_run(store, found, as_json)
 
@@ -106,7 +107,7 @@ def compare(a: RunId, b: RunId, store: StoreDir = DEFAULT_STORE, as_json: AsJson
 
     rows = comparison(Store(store, find_run(store, a)), Store(store, find_run(store, b)))
     if as_json:
-        sys.stdout.write(json.dumps(rows, default=str, indent=1) + "\n")
+        print_json(rows)
     else:
         print_comparison(out, rows, a, b)
 
@@ -119,7 +120,10 @@ def nightly(
     tolerance_pct: Annotated[float, typer.Option(help="Worse by more than this is a regression, in percent.")] = 10.0,
 ) -> None:
     """Run a campaign and compare it with its last runs; exits 1 only for a regression measured twice."""
+    at_least(1, window=window)
+    at_least(0, tolerance_pct=tolerance_pct)
     parsed = load_campaign(config, overrides)
+    require_writable(store)
     with prefect_server():
         from flows.nightly import nightly as measure_and_judge
 
@@ -140,7 +144,7 @@ def deploy(
 
     names = create(store, webhook=webhook, retry_crashed=retry_crashed)
     if as_json:
-        sys.stdout.write(json.dumps({"deployments": names}) + "\n")
+        print_json({"deployments": names})
         return
     for name in names:
         out.print(f"deployed {name}", highlight=False)
@@ -155,11 +159,14 @@ def diagnose(
 ) -> None:
     """Say what is wrong with a run's drafter, with the evidence; exits 0 only if nothing is."""
     from tasks.diagnose import diagnose as examine
+    from tasks.store.inventory import require_parts
     from tasks.store.tables import Store, find_run
 
-    found = examine(Store(store, find_run(store, run_id)), drafter)
+    chosen = find_run(store, run_id)
+    require_parts(store, chosen)
+    found = examine(Store(store, chosen), drafter)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        print_json(found)
     else:
         for cause in found["causes"]:
             out.print(f"[red]{cause['id']}[/red] {cause['score']:.2f}: {cause['sentence']}", highlight=False)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from flows.shell import AsJson, ConfigFile, Overrides, RunId, StoreDir, err, one_line_errors, out
+from flows.shell import (
+    AsJson,
+    ConfigFile,
+    Overrides,
+    RunId,
+    StoreDir,
+    at_least,
+    err,
+    one_line_errors,
+    out,
+    print_json,
+)
+from tasks.config import EngineName, Workload, WorkloadKind
 from tasks.errors import DrafthouseError, InputError, MachineError
+from tasks.store.files import require_writable
 from tasks.store.tables import Store, find_run
 
 app = typer.Typer()
-
-
-def _json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
 
 
 @app.command()
@@ -33,9 +40,10 @@ def doctor(
     from tasks.doctor import doctor as examine
     from tasks.machine.doctor import lines
 
+    require_writable(store)
     report = examine(load_campaign(config, overrides) if config else None, store)
     if as_json:
-        _json(report.to_json())
+        print_json(report.to_json())
     else:
         for line in lines(report):
             out.print(line, highlight=False, soft_wrap=True, markup=False)
@@ -49,6 +57,7 @@ def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List exactly what a run would do.")] = False,
     take_over: Annotated[bool, typer.Option("--take-over", help="Dedicated hosts: also what --uid left here.")] = False,
     uid: Annotated[list[int] | None, typer.Option("--uid", help="User id for --take-over (repeatable).")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show what belongs to others, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Stop and remove what earlier runs provably left on this host; exits 1 where somebody has to look."""
@@ -59,12 +68,11 @@ def clean(
     swept = clean_host(dry_run=dry_run, take_over_uids=uid or ())
     if as_json:
         problem = str(swept.problem) if swept.problem else None
-        _json({"dry_run": dry_run, "rows": [vars(row) for row in swept.rows], "problem": problem})
+        print_json({"dry_run": dry_run, "rows": [vars(row) for row in swept.rows], "problem": problem})
     else:
-        table = Table("action", "kind", "what", "proof", "detail", title="dry run" if dry_run else "clean")
-        for row in swept.rows:
-            table.add_row(row.action, row.kind, str(row.what), str(row.proof), str(row.detail or ""))
-        out.print(table if swept.rows else "nothing of ours, and nothing that looks like it")
+        from flows.terminal import print_clean
+
+        print_clean(out, [vars(row) for row in swept.rows], dry_run=dry_run, everything=everything)
     if swept.problem:
         raise swept.problem
 
@@ -93,12 +101,12 @@ def serve(
     def tidy() -> None:
         sweep(campaign, chosen.name, held)
 
+    require_writable(store)
     held = Store(store, f"serve-{campaign.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     with serving(campaign, chosen, held, before_start=tidy) as server:
         url = server.url()
         if as_json:
-            _json({"url": url, "model": campaign.target.name, "log": str(server.log)})
-            sys.stdout.flush()
+            print_json({"url": url, "model": campaign.target.name, "log": str(server.log)})
         else:
             out.print(f"{arm} is ready at {url} (model {campaign.target.name}); Ctrl-C stops it", highlight=False)
         while True:
@@ -120,29 +128,19 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure a server that is already running, with random token ids; nothing is stored."""
-    from tasks.config import EngineName, Thresholds, Workload, WorkloadKind
-    from tasks.engines.registry import engine as adapter_of
-    from tasks.load.measure import measure
-    from tasks.load.rows import benchmark_row
-    from tasks.load.workloads import blocks, points, warmup
+    from tasks.engines.reach import require_server
 
+    at_least(1, concurrency=concurrency or (), requests=requests, input_tokens=input_tokens, vocab_size=vocab_size)
+    at_least(2, output_tokens=output_tokens)
     if engine not in list(EngineName):
         raise InputError(f"--engine {engine}: one of {', '.join(EngineName)}")
     load = Workload(
         name="bench", kind=WorkloadKind.random, input_tokens=input_tokens, output_tokens=output_tokens, ignore_eos=True,
         concurrencies=tuple(concurrency or (1, 8)), requests=requests,
     )
-    rows, seed = [], str(time.time_ns())  # other ids at every call: a prefix cache may remember the last ones
-    for point in points(load):
-        measured = measure(
-            adapter_of(EngineName(engine)), url.rstrip("/"), model, load, point,
-            blocks(load, point, [], vocab_size, seed), warmup(load, point, [], vocab_size, seed),
-            running_cap=point.concurrency, baseline_cap=None, speculative=False,
-        )
-        facts = {"arm": url, "workload": load.name, "concurrency": point.concurrency, "repeat": point.repeat}
-        rows.append(benchmark_row(measured, {**facts, "engine": engine}, Thresholds()))
+    rows = _measured(require_server(url, engine), model, EngineName(engine), load, vocab_size)
     if as_json:
-        _json(rows)
+        print_json(rows)
     else:
         from flows.terminal import print_benchmarks
 
@@ -150,6 +148,25 @@ def bench(
     failed = [row for row in rows if not row["valid"]]
     if failed:
         raise MachineError(f"{len(failed)} of {len(rows)} measurements are void: {failed[0]['note']}")
+
+
+def _measured(url: str, model: str, engine: EngineName, load: Workload, vocab_size: int) -> list[dict[str, Any]]:
+    from tasks.config import Thresholds
+    from tasks.engines.registry import engine as adapter_of
+    from tasks.load.measure import measure
+    from tasks.load.rows import benchmark_row
+    from tasks.load.workloads import blocks, points, warmup
+
+    rows, seed = [], str(time.time_ns())  # other ids at every call: a prefix cache may remember the last ones
+    for point in points(load):
+        measured = measure(
+            adapter_of(engine), url, model, load, point, blocks(load, point, [], vocab_size, seed),
+            warmup(load, point, [], vocab_size, seed), running_cap=point.concurrency, baseline_cap=None,
+            speculative=False,
+        )
+        facts = {"arm": url, "workload": load.name, "concurrency": point.concurrency, "repeat": point.repeat}
+        rows.append(benchmark_row(measured, {**facts, "engine": engine}, Thresholds()))
+    return rows
 
 
 @app.command()
@@ -162,6 +179,7 @@ def align(run_id: RunId = "last", store: StoreDir = Path("store"), as_json: AsJs
     from tasks.store.refs import StatesRef
 
     found = Store(store, find_run(store, run_id))
+    require_writable(store)
     config = parse_campaign(json.loads(found.read("runs", found.run_id).to_pylist()[0]["config_json"]))
     references = [r for r in references_of(found) if isinstance(r, StatesRef)]
     if not references:
@@ -174,7 +192,7 @@ def align(run_id: RunId = "last", store: StoreDir = Path("store"), as_json: AsJs
             problem = error
     rows = found.read("alignment", found.run_id).to_pylist()
     if as_json:
-        _json(rows)
+        print_json(rows)
     else:
         for row in rows:
             verdict = "ok" if row["passed"] else "MISS"

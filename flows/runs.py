@@ -30,6 +30,8 @@ from flows.local_server import server_outlives_run
 from flows.progress import ProgressBars
 from tasks.config import HIDDEN, SECRET_NAME, Campaign, Device
 from tasks.reference import compute_on
+from tasks.store.files import write_whole
+from tasks.store.inventory import forget_parts, remember_parts
 from tasks.store.refs import Ref
 from tasks.store.tables import Store
 
@@ -120,9 +122,7 @@ def remember_reference(store: Store, step: str, reference: Ref) -> None:
     path = store.run_dir / "references.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     known[step] = {"kind": reference.kind, **reference.model_dump(mode="json")}
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(known, indent=1))
-    unfinished.replace(path)
+    write_whole(path, json.dumps(known, indent=1))
 
 
 def references_of(store: Store) -> list[Ref]:
@@ -150,6 +150,7 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
         "config_key": config.key, "config_json": _without_secrets(config), "versions_json": json.dumps(_versions()),
         "machine_json": json.dumps(_machine()),
     }
+    forget_parts(store.root, store.run_id)
     store.write("runs", [row], "run")
     state, note = "failed", None
     try:
@@ -162,7 +163,10 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
         note = f"{type(error).__name__}: {error}"[:2000]
         raise
     finally:
-        store.write("runs", [row | {"state": state, "finished_at": datetime.now(UTC), "note": note}], "run")
+        try:
+            remember_parts(store.root, store.run_id)  # first: a run that says completed has its list
+        finally:
+            store.write("runs", [row | {"state": state, "finished_at": datetime.now(UTC), "note": note}], "run")
 
 
 def let_stages_speak() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -53,10 +54,35 @@ def print_comparison(console: Console, rows: list[dict[str, Any]], a: str, b: st
     """Metrics of two runs; no change is printed where the numbers must not be compared."""
     table = Table("arm", "workload", "C", "metric", a, b, "change", title="comparison")
     for row in rows:
-        change = "not comparable" if row["change_pct"] is None else f"{row['change_pct']:+.1f} %"
         table.add_row(row["arm"], row["workload"], str(row["concurrency"]), row["metric"], _number(row["a"], 2),
-                      _number(row["b"], 2), change)
+                      _number(row["b"], 2), _change(row))
     console.print(table)
+
+
+def print_clean(console: Console, rows: list[dict[str, Any]], *, dry_run: bool, everything: bool) -> None:
+    """What clean did or would do with what is ours; files of others are only counted unless `everything`."""
+    shown = [row for row in rows if everything or not _of_others(row)]
+    table = Table("action", "kind", "what", "proof", "detail", title="dry run" if dry_run else "clean")
+    for row in shown:
+        table.add_row(*(escape(str(row[name] or "")) for name in ("action", "kind", "what", "proof", "detail")))
+    if shown:
+        console.print(table)
+    else:
+        console.print("nothing of ours" if rows else "nothing of ours, and nothing that looks like it")
+    if left := len(rows) - len(shown):
+        told = "entry of others" if left == 1 else "entries of others"
+        console.print(f"{left} {told} left alone (--all lists them)", highlight=False)
+
+
+def _of_others(row: dict[str, Any]) -> bool:
+    """A file that nothing ties to us; leases and ports that were refused are ours to look at."""
+    return bool(row["action"] == "refused" and row["proof"] == "none" and row["kind"] in ("shm", "lock"))
+
+
+def _change(row: dict[str, Any]) -> str:
+    if row["a"] is None or row["b"] is None:
+        return "–"
+    return "not comparable" if row["change_pct"] is None else f"{row['change_pct']:+.1f} %"
 
 
 def _number(value: float | None, digits: int) -> str:

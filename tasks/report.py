@@ -6,6 +6,7 @@ Every number shown is a cell of a table of the store, under the column's own nam
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pandas as pd
 import plotly.io
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 
+from tasks.errors import InputError
 from tasks.plots import acceptance_by_position, lines, stage_bars
+from tasks.store.files import write_whole
+from tasks.store.inventory import require_parts
 from tasks.store.tables import Store
 
 TABLES = ("benchmarks", "acceptance", "replay", "alignment", "losslessness", "servers", "training", "stages")
@@ -21,11 +25,16 @@ BENCHMARK_COLUMNS = [
     "arm", "engine", "workload", "concurrency", "repeat", "requests_ok", "requests_failed", "output_tok_s",
     "decode_tok_s", "ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p99", "distinct_4gram_share", "valid", "comparable", "note",
 ]
+POINT = ["arm", "workload", "concurrency"]
 COMPARED = ("output_tok_s", "decode_tok_s", "ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p99")
 
 
 def read_run(store: Store) -> dict[str, pd.DataFrame]:
-    """The tables of this run by name, as data frames with declared columns even when empty."""
+    """The tables of this run by name, as data frames with declared columns even when empty.
+
+    Raises StoreError if the run has lost a part of them since it ended.
+    """
+    require_parts(store.root, store.run_id)
     return {name: store.read(name, store.run_id).to_pandas() for name in (*TABLES, "runs")}
 
 
@@ -81,23 +90,42 @@ def write_report(store: Store) -> Path:
         servers=_plain(frames["servers"]), by_category=_by_category(frames["acceptance"]),
     )
     path = store.run_dir / "report.html"
-    path.write_text(html)
+    write_whole(path, html)
     return path
 
 
 def comparison(a: Store, b: Store) -> list[dict[str, Any]]:
-    """Metrics of two runs side by side; `change_pct` is null where either side is void or not comparable."""
+    """Metrics of two runs side by side; `change_pct` is null where either side is void or not comparable.
+
+    A metric that a run does not have is null too. Raises InputError if no measurement is common to both.
+    """
     left, right = (read_run(s)["benchmarks"] for s in (a, b))
-    keys = ["arm", "workload", "concurrency"]
+    pairs = left.merge(right, on=POINT, suffixes=("_a", "_b"))
+    if pairs.empty:
+        raise InputError(
+            f"{a.run_id} and {b.run_id} have no arm, workload and concurrency in common: {_points(left)} against "
+            f"{_points(right)}; compare runs of the same campaign"
+        )
     rows = []
-    for key, pair in left.merge(right, on=keys, suffixes=("_a", "_b")).groupby(keys):
+    for key, pair in pairs.groupby(POINT):
         usable = bool(pair[["valid_a", "valid_b", "comparable_a", "comparable_b"]].all().all())
         for metric in COMPARED:
-            before, after = pair[f"{metric}_a"].median(), pair[f"{metric}_b"].median()
-            change = (after / before - 1) * 100 if usable and before else None
+            before, after = (_median(pair[f"{metric}_{side}"]) for side in "ab")
+            change = (after / before - 1) * 100 if usable and before and after is not None else None
             found = {"metric": metric, "a": before, "b": after, "change_pct": change}
-            rows.append(dict(zip(keys, key, strict=True)) | found)
+            rows.append(dict(zip(POINT, key, strict=True)) | found)
     return rows
+
+
+def _median(values: pd.Series) -> float | None:
+    median = float(values.median())
+    return None if math.isnan(median) else median
+
+
+def _points(benchmarks: pd.DataFrame) -> str:
+    """What a run measured, shortly."""
+    found = sorted({f"{row.arm} {row.workload} C={row.concurrency}" for row in benchmarks.itertuples()})
+    return (", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")) or "nothing"
 
 
 def _plain(frame: pd.DataFrame) -> list[dict[str, Any]]:

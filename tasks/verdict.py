@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import pandas as pd
 
+from tasks.store.inventory import require_parts
 from tasks.store.tables import Store
 
 HIGHER_IS_BETTER: Final = {
@@ -22,6 +23,7 @@ def verdict(store: Store, *, window: int = 7, min_runs: int = 3, tolerance_pct: 
     that began before this one. A metric that is worse by more than `tolerance_pct` percent is a
     `regression`, better by more an `improvement`; fewer than `min_runs` runs that hold a usable value
     are `not_enough_history`. Void and not comparable measurements count on neither side.
+    Raises StoreError if one of these runs has lost a part of its tables.
     """
     baseline = _earlier_runs(store)[-window:]
     history = _values(store, [run["run_id"] for run in baseline])
@@ -67,6 +69,7 @@ def _values(store: Store, runs: list[str]) -> pd.DataFrame:
 
 
 def _values_of_run(store: Store, run: str) -> pd.DataFrame:
+    require_parts(store.root, run)
     benchmarks = store.read("benchmarks", run).to_pandas()
     usable = benchmarks[benchmarks["valid"].eq(True) & benchmarks["comparable"].eq(True)]
     acceptance = store.read("acceptance", run).to_pandas()

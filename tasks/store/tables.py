@@ -28,6 +28,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from tasks.errors import ArtifactDamaged, InputError, SchemaMismatch, StoreError
+from tasks.store.files import cannot_write, made_folder, require_folder
+from tasks.store.inventory import recount
 from tasks.store.keys import file_checksum
 from tasks.store.schemas import SCHEMA_VERSION, TABLES
 
@@ -48,7 +50,7 @@ def write_parquet(table: pa.Table, path: Path) -> None:
 
     Raises StoreError if the disk is full or the file does not read back.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    made_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     rows_per_group = max(1, table.num_rows * ROW_GROUP_BYTES // max(table.nbytes, 1))
     try:
@@ -60,7 +62,7 @@ def write_parquet(table: pa.Table, path: Path) -> None:
             os.fsync(stream.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise StoreError(f"{path}: cannot write ({error.strerror or error}); free some space and rerun") from error
+        raise cannot_write(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -86,9 +88,7 @@ class Store:
     @property
     def run_dir(self) -> Path:
         """Folder of logs, reports and scratch files of this run."""
-        folder = self.root / "runs" / self.run_id
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return made_folder(self.root / "runs" / self.run_id)
 
     def count(self, stage: str, *, requests: int = 0, executed: int = 0, reused: int = 0) -> None:
         """Add to what a stage did in this process: HTTP requests sent, samples or steps made and found."""
@@ -104,6 +104,7 @@ class Store:
         """Replace this run's `part` of `table`; writing a part twice is harmless, so retries are."""
         path = self.root / "tables" / table / f"run={self.run_id}" / f"{safe_name(part)}.parquet"
         write_parquet(rows_to_table(table, rows), path)
+        recount(self.root, self.run_id, f"{table}/{part}", len(rows))
 
     def read(self, table: str, run: str | None = None, columns: Sequence[str] | None = None) -> pa.Table:
         """All rows of `table`, of one run or of all, with `run` as the last column.
@@ -112,6 +113,7 @@ class Store:
         files of a newer schema.
         """
         schema = TABLES[table].append(pa.field("run", pa.string())).remove_metadata()
+        require_folder(self.root)
         folder = self.root / "tables" / table
         files = sorted(folder.glob(f"run={run or '*'}/*.parquet"))
         if not files:
@@ -133,9 +135,7 @@ class Store:
 
     def pool(self, kind: str, key: str) -> Path:
         """Folder of a growing set of shards."""
-        folder = self.root / "pools" / safe_name(kind) / safe_name(key)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return made_folder(self.root / "pools" / safe_name(kind) / safe_name(key))
 
     @contextmanager
     def new_artifact(self, kind: str, key: str, manifest: Mapping[str, Any]) -> Iterator[Path]:
@@ -152,7 +152,7 @@ class Store:
                 shutil.rmtree(final)
             scratch.rename(final)
         except OSError as error:
-            raise StoreError(f"{final}: cannot write ({error.strerror or error}); free some space and rerun") from error
+            raise cannot_write(final, error) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -190,8 +190,15 @@ def find_run(root: Path, run_id: str) -> str:
     ]
     if len(matches) == 1:
         return str(matches[0])
-    where = f"{root} has {', '.join(known[-5:]) or 'no runs'}"
-    raise InputError(f"run {run_id}: {'several match' if matches else 'not found'}; {where}")
+    asked = f"run {run_id or repr(run_id)}"
+    if matches:
+        raise InputError(f"{asked}: several match; write more of one of {_newest(matches)}")
+    raise InputError(f"{asked}: not found; {root} has {_newest(known) or 'no runs'}")
+
+
+def _newest(run_ids: Sequence[str]) -> str:
+    more = f" and {len(run_ids) - 5} earlier ones" if len(run_ids) > 5 else ""
+    return ", ".join(run_ids[-5:]) + more
 
 
 def _check_version(file: Path) -> None:
