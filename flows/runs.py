@@ -31,7 +31,7 @@ from flows.progress import ProgressBars
 from tasks.config import HIDDEN, SECRET_NAME, Campaign, Device
 from tasks.reference import compute_on
 from tasks.store.files import write_whole
-from tasks.store.inventory import forget_parts, remember_parts
+from tasks.store.inventory import remember_parts, reopen_parts
 from tasks.store.refs import Ref
 from tasks.store.tables import Store
 
@@ -150,7 +150,7 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
         "config_key": config.key, "config_json": _without_secrets(config), "versions_json": json.dumps(_versions()),
         "machine_json": json.dumps(_machine()),
     }
-    forget_parts(store.root, store.run_id)
+    reopen_parts(store.root, store.run_id)
     store.write("runs", [row], "run")
     state, note = "failed", None
     try:

@@ -17,21 +17,25 @@ import pyarrow.parquet as pq
 from tasks.errors import StoreError
 from tasks.store.files import cannot_write, write_whole
 
+_BEFORE: Final = "tables.before.json"  # the list of an earlier attempt, while a retry is at work
 _NAMED: Final = 3  # lost parts that an error names
 
 
 def remember_parts(root: Path, run_id: str) -> None:
-    """Write down every part that this run has in the tables, and its rows."""
+    """Write down every part that this run has in the tables, and its rows; also what it had before a retry and lost."""
     files = sorted((root / "tables").glob(f"*/run={run_id}/*.parquet"))
     rows = {f"{file.parent.parent.name}/{file.stem}": _rows(file) for file in files}
-    write_whole(_list_of(root, run_id), json.dumps(rows, indent=1))
+    before = _list_of(root, run_id).with_name(_BEFORE)
+    write_whole(_list_of(root, run_id), json.dumps(_read(before) | rows, indent=1))
+    before.unlink(missing_ok=True)
 
 
-def forget_parts(root: Path, run_id: str) -> None:
-    """The run is at work again: its parts may become others until it ends."""
+def reopen_parts(root: Path, run_id: str) -> None:
+    """The run is at work again: until it ends its parts may become others, but none may go."""
     path = _list_of(root, run_id)
     try:
-        path.unlink(missing_ok=True)
+        if path.exists():
+            path.replace(path.with_name(_BEFORE))
     except OSError as error:
         raise cannot_write(path, error) from error
 
@@ -58,9 +62,13 @@ def _loss(root: Path, run_id: str, part: str, rows: int) -> str:
     table, _, name = part.partition("/")
     path = root / "tables" / table / f"run={run_id}" / f"{name}.parquet"
     if not path.is_file():
-        return f"{path}: missing, the run ended with {rows} rows in it"
+        return f"{path}: missing, the run ended with {_count(rows)} in it"
     found = _rows(path)
-    return "" if found == rows else f"{path}: changed, the run ended with {rows} rows in it and now there are {found}"
+    return "" if found == rows else f"{path}: changed, the run ended with {_count(rows)} in it and now has {found}"
+
+
+def _count(rows: int) -> str:
+    return f"{rows} row" if rows == 1 else f"{rows} rows"
 
 
 def _rows(file: Path) -> int:
@@ -76,7 +84,10 @@ def _list_of(root: Path, run_id: str) -> Path:
 
 
 def _known(root: Path, run_id: str) -> dict[str, int]:
-    path = _list_of(root, run_id)
+    return _read(_list_of(root, run_id))
+
+
+def _read(path: Path) -> dict[str, int]:
     try:
         return {str(part): int(rows) for part, rows in json.loads(path.read_text()).items()}
     except (FileNotFoundError, NotADirectoryError):

@@ -186,7 +186,7 @@ def test_report_and_compare_of_a_run_that_lost_a_part_fail(tmp_path: Path) -> No
     remember_parts(tmp_path, a)
     (tmp_path / "tables" / "benchmarks" / f"run={a}" / "base.parquet").unlink()
     for command in (["report", a], ["compare", a, b], ["diagnose", a]):
-        assert "base.parquet: missing, the run ended with 1 rows" in refused(*command, "--store", str(tmp_path))
+        assert "base.parquet: missing, the run ended with 1 row in it" in refused(*command, "--store", str(tmp_path))
 
 
 def swept(monkeypatch: pytest.MonkeyPatch, others: int, problem: EngineError | None = None) -> None:

@@ -58,6 +58,21 @@ def test_a_retry_may_write_parts_anew_and_however_it_ends_the_list_is_the_last_o
     require_parts(tmp_path, "r")
 
 
+def test_a_part_that_was_lost_before_a_retry_is_missed_after_it_too(tmp_path: Path) -> None:
+    store = Store(tmp_path, "r")
+    with recorded(campaign(), store):
+        store.write("benchmarks", [{"arm": "a"}], "p")
+        store.write("benchmarks", [{"arm": "b"}], "q")
+    part_of(store, "benchmarks", "p").unlink()
+    part_of(store, "benchmarks", "q").unlink()
+    with recorded(campaign(), store):
+        store.write("benchmarks", [{"arm": "b"}], "q")  # made again, as a stage does that looks at its files
+    with pytest.raises(StoreError, match=r"benchmarks/run=r/p.parquet: missing") as told:
+        require_parts(tmp_path, "r")
+    assert "q.parquet" not in str(told.value)
+    assert not list(tmp_path.glob("runs/r/*before*"))
+
+
 @pytest.mark.parametrize("damage", ["gone", "fewer rows", "no parquet"])
 def test_a_lost_or_changed_part_is_named_to_report_compare_and_nightly(tmp_path: Path, damage: str) -> None:
     old, new = finished(tmp_path, 0), finished(tmp_path, 1)
