@@ -26,6 +26,7 @@ from prefect.runtime import flow_run
 
 from flows.continuing import stop_endless_retries, tell_what_continues
 from flows.enginelog import EngineLog, HasLog
+from flows.interrupt import Interrupted, Interruption, interruptible
 from flows.local_server import server_outlives_run
 from flows.progress import ProgressBars
 from tasks.config import HIDDEN, SECRET_NAME, Campaign, Device
@@ -43,9 +44,10 @@ COUNTED = ("loads", "requests", "executed", "reused")  # what stages tell the st
 class Run:
     """What the flow needs of a run: its config and store, and a way to run a stage as a Prefect task."""
 
-    def __init__(self, config: Campaign, store: Store) -> None:
+    def __init__(self, config: Campaign, store: Store, interruption: Interruption | None = None) -> None:
         self.config = config
         self.store = store
+        self.interruption = interruption or Interruption()
         self.progress = ProgressBars()
         self._engine_logs: list[EngineLog] = []
 
@@ -60,11 +62,21 @@ class Run:
         shows_progress = "progress" in inspect.signature(function).parameters
 
         def run_stage(**given: Any) -> T:
-            with self.engine_logs_passed_on(), self.timed(stage, subject), self.progress.bar(name) as report:
-                done = function(**given, **({"progress": report} if shows_progress else {}))
+            with self.engine_logs_passed_on(), self.timed(stage, subject), self.progress.bar(name) as bar:
+
+                def report(finished: int, total: int) -> None:
+                    self.interruption.check()
+                    bar(finished, total)
+
+                try:
+                    done = function(**given, **({"progress": report} if shows_progress else {}))
+                except Interrupted:
+                    self.interruption.check()
+                    raise
             self.say_if_reused(stage, name)
             return done
 
+        self.interruption.check()
         named = task(name=stage, task_run_name=name, cache_policy=NO_CACHE)
         result: T = named(run_stage)(**references)
         if isinstance(result, Ref):
@@ -154,7 +166,9 @@ def recorded(config: Campaign, store: Store) -> Iterator[Run]:
     store.write("runs", [row], "run")
     state, note = "failed", None
     try:
-        yield Run(config, store)
+        with interruptible() as interruption:
+            yield Run(config, store, interruption)
+            interruption.check()
         state = "completed"
     except (KeyboardInterrupt, TerminationSignal, SystemExit):
         state, note = "cancelled", "stopped from outside; the next run continues where this one stopped"

@@ -28,10 +28,12 @@ def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
         except BaseException as error:
             done.set_exception(error)
         finally:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
-            ended.set()
+            try:
+                loop.run_until_complete(loop.shutdown_asyncgens())
+                loop.run_until_complete(loop.shutdown_default_executor())
+                loop.close()
+            finally:
+                ended.set()
 
     # Progress and logs look for their run in the context.
     Thread(target=contextvars.copy_context().run, args=(work,), name="requests").start()
