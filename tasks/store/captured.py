@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ def read_states(pool: Path, row: Row) -> Sample:
     try:
         sample = read_sample(pool, row["shard"], row["row_group"])
     except Exception as error:  # arrow raises a dozen kinds for a broken file
+        with suppress(OSError):
+            os.utime(pool / row["shard"])  # no longer the file that was checked: the next extraction reads it again
         raise ArtifactDamaged(f"{pool / row['shard']}: {error}; rerun to extract these states again") from error
     if len(sample.token_ids) != row["tokens"] or sample.points != list(row["points"]):
         raise ArtifactDamaged(f"{pool / row['shard']} row group {row['row_group']}: not what the index says")
@@ -95,7 +97,8 @@ def _one_thread() -> Iterator[None]:
 
 def record_checked(folder: Path, acks: Iterable[Row], made_by: str) -> None:
     """Append samples that were found right; on disk when this returns."""
-    lines = "".join(json.dumps({**ack, "made_by": made_by}) + "\n" for ack in acks)
+    checked = [{**ack, "made_by": made_by, "file": _seen(folder / ack["shard"])} for ack in acks]
+    lines = "".join(json.dumps(entry) + "\n" for entry in checked)
     if lines:
         with (folder / "checked.jsonl").open("a") as stream:
             stream.write(lines)
@@ -104,9 +107,12 @@ def record_checked(folder: Path, acks: Iterable[Row], made_by: str) -> None:
 
 
 def find_checked(pool: Path, state_keys: set[str]) -> dict[str, Row]:
-    """State key -> its checked sample, of whichever environment; only from shards that are whole on disk."""
+    """State key -> its checked sample, of whichever environment, as it is on disk now.
+
+    A shard that was written to since it was checked, or came with a copied store, is read again.
+    """
     found: dict[str, Row] = {}
-    row_groups: dict[str, int] = {}
+    seen: dict[str, list[int] | None] = {}
     for file in sorted(pool.glob("*/checked.jsonl")):
         for line in file.read_text().splitlines():
             try:
@@ -116,16 +122,26 @@ def find_checked(pool: Path, state_keys: set[str]) -> dict[str, Row]:
                 continue  # the torn last line of a killed run: checked again
             if entry["sample_key"] not in state_keys:
                 continue
-            if shard not in row_groups:
-                row_groups[shard] = _row_groups(pool / shard)
-            if entry["row_group"] < row_groups[shard]:
+            if shard not in seen:
+                seen[shard] = _seen(pool / shard)
+            if seen[shard] is not None and (seen[shard] == entry.get("file") or _reads_back(pool, shard, entry)):
                 found[entry["sample_key"]] = {**entry, "shard": shard}
     return found
 
 
-def _row_groups(shard: Path) -> int:
+def _seen(shard: Path) -> list[int] | None:
+    """Size and time of the last change in ns; None for a file that is gone."""
     try:
-        return int(pq.ParquetFile(shard).metadata.num_row_groups)
+        info = shard.stat()
+    except OSError:
+        log.warning("%s: gone, its states are extracted again", shard)
+        return None
+    return [info.st_size, info.st_mtime_ns]
+
+
+def _reads_back(pool: Path, shard: str, entry: Row) -> bool:
+    try:
+        return bool(read_sample(pool, shard, entry["row_group"]).sample_key == entry["sample_key"])
     except Exception as error:  # arrow raises a dozen kinds for a broken file
-        log.warning("%s: gone or broken, its states are extracted again (%s)", shard, error)
-        return 0
+        log.warning("%s: damaged, sample %s is extracted again (%s)", pool / shard, entry["sample_key"], error)
+        return False

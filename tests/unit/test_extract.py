@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from fake_engine import VERSIONS, FakeEngine, FakeServer, campaign_of
@@ -15,9 +17,9 @@ from states_kit import LENGTHS, Servers, responses_of
 
 from tasks import reference
 from tasks.engines import ask as asking
-from tasks.errors import CaptureLost, ConfigError, InputError, SettingsMismatch
+from tasks.errors import ArtifactDamaged, CaptureLost, ConfigError, InputError, SettingsMismatch
 from tasks.extract import extract
-from tasks.store.captured import captured, states_index
+from tasks.store.captured import captured, read_states, states_index
 from tasks.store.refs import ResponsesRef, StatesRef
 from tasks.store.tables import Store
 
@@ -140,19 +142,39 @@ def test_a_killed_run_keeps_what_was_acknowledged(run: Run, store: Store, monkey
     assert (ref.samples, servers.starts) == (5, 0)
 
 
-@pytest.mark.parametrize("damage", ["deleted", "cut"])
+@pytest.mark.parametrize("damage", ["deleted", "cut", "overwritten", "overwritten, found in training"])
 def test_states_whose_shard_is_gone_or_broken_are_extracted_again(damage: str, run: Run, store: Store) -> None:
     ref, _ = run(store)
     pool, rows = states_index(store, ref)
     for shard in {row["shard"] for row in rows}:
         if damage == "deleted":
             (pool / shard).unlink()
+        elif damage.startswith("overwritten"):
+            overwrite_states(pool / shard, keep_time="training" in damage)
         else:
             (pool / shard).write_bytes((pool / shard).read_bytes()[:-20])
+    if "training" in damage:  # whoever reads a damaged state makes the next extraction look again
+        for row in rows:
+            with pytest.raises(ArtifactDamaged, match="rerun to extract"):
+                read_states(pool, row)
     again, servers = run(store)
     assert again == ref
     assert servers.samples_asked == 5
     assert len(list(captured(store, again))) == 5
+
+
+def overwrite_states(shard: Path, *, keep_time: bool) -> None:
+    """A byte in the middle of every sample's states; size and footer stay."""
+    info, whole = shard.stat(), bytearray(shard.read_bytes())
+    file = pq.ParquetFile(shard)
+    for group in range(file.num_row_groups):
+        states = file.read_row_group(group).to_pylist()[0]["states"]
+        place = bytes(whole).find(states[: min(64, len(states))])
+        assert place > 0, "the states stand in the file as they are"
+        whole[place + 8] ^= 0xFF
+    shard.write_bytes(whole)
+    if keep_time:
+        os.utime(shard, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
 def test_an_upgrade_that_changes_nothing_extracts_nothing(
