@@ -104,8 +104,17 @@ def _show_state(name: str, message: str | None) -> None:
 # Prefect's limit -----------------------------------------------------------------------------
 
 
+def _quiet(record: logging.LogRecord) -> bool:
+    """False for Prefect's error a second about a limit that is taken: what fails is raised here as well."""
+    return "failed to process item" not in str(record.msg)
+
+
+_PREFECTS_SERVICE: Final = logging.getLogger("prefect._internal.concurrency")
+
+
 def _take_limit(held: ExitStack, limit: str, run_id: str, waiting: _Waiting) -> None:
     _create_limit(limit)
+    _PREFECTS_SERVICE.addFilter(_quiet)
     while True:
         try:
             held.enter_context(concurrency(limit, occupy=1, strict=True, lease_duration=LEASE_S, max_retries=0))

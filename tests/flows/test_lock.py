@@ -82,6 +82,7 @@ def test_the_second_campaign_waits_visibly_and_starts_when_the_first_ends(prefec
         second = Holder(prefect, "host-a", "second-run", 0)
         started.append(second)
         until(lambda: "waiting for gpu:host-a (Prefect's limit) held by run first-run" in second.text(), 60, "message")
+        assert "failed to process item" not in second.text()  # Prefect's error a second would bury ours
         assert "WaitingForGpu" in {run.state_name for run in prefect.client.read_flow_runs(limit=20)}
         first.process.send_signal(signal.SIGINT)
         first.process.wait(60)
