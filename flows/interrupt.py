@@ -1,20 +1,19 @@
 """Ctrl-C and SIGTERM that nobody can swallow.
 
 Both reach a flow as an exception that their handler raises wherever the main thread stands. If that is a destructor
-which the garbage collector runs, Python prints the exception and goes on. So the handler also remembers, and a stage
-that begins or reports progress raises once more.
+which the garbage collector runs, Python prints the exception and goes on. So a stage that begins or reports progress
+looks whether a signal came, and raises once more.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
-Handler = Callable[[int, FrameType | None], Any]
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
@@ -22,42 +21,46 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """Whether somebody asked this process to stop."""
+    """Whether somebody asked this process to stop; `arrived` is a pipe of signal numbers."""
 
-    def __init__(self) -> None:
-        self._again: Callable[[], Any] | None = None
+    def __init__(self, arrived: int | None = None) -> None:
+        self._arrived, self._number = arrived, 0
 
     def check(self) -> None:
-        """Raise what the first signal raised, or Interrupted beside the main thread; nothing without a signal."""
-        if self._again is None:
+        """Raise what the signal raised, or Interrupted beside the main thread; nothing without a signal."""
+        if not self._asked_to_stop():
             return
         if threading.current_thread() is not threading.main_thread():
             raise Interrupted
-        self._again()
+        handler = signal.getsignal(self._number)
+        if callable(handler):
+            handler(self._number, None)
 
-    def remembering(self, handler: Handler) -> Handler:
-        """The handler, which then also remembers that it was called."""
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self._again = lambda: handler(number, None)
-            handler(number, frame)
-
-        return handle
+    def _asked_to_stop(self) -> bool:
+        try:
+            numbers = b"" if self._arrived is None else os.read(self._arrived, 1024)
+        except BlockingIOError:
+            numbers = b""
+        self._number = next((number for number in numbers if number in STOPS), self._number)
+        return bool(self._number)
 
 
 @contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """While the block runs in the main thread, SIGINT and SIGTERM are remembered."""
-    interruption = Interruption()
+    """While the block runs in the main thread, SIGINT and SIGTERM are noted.
+
+    Their handlers stay: Prefect takes a cancelled run for crashed if SIGTERM's is not its own.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield interruption
+        yield Interruption()
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, handler in before.items():
-        if callable(handler):  # neither ignored nor left to the kernel
-            signal.signal(number, interruption.remembering(handler))
+    arrived, writing = os.pipe()
+    os.set_blocking(arrived, False)
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
-        yield interruption
+        yield Interruption(arrived)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        os.close(arrived)
