@@ -27,7 +27,6 @@ from vllm_kit import CONSTANT, make_target
 
 from tasks.config import Role
 from tasks.engines.settings import mismatches, setting_rows
-from tasks.errors import SettingsMismatch
 from tasks.serve import Server, serving
 from tasks.store.tables import Store
 from tests.conftest import environment_python
@@ -193,20 +192,3 @@ def test_every_requested_setting_took_effect_and_the_cap_was_not_lowered(specula
     shown = {(row["setting"], row["source"]): row["effective"] for row in rows}
     assert shown["max_running_requests", "log"] == "64"
     assert shown["prefix_cache", "server_info"] == "true"
-
-
-def test_a_flag_that_sglang_overrules_stops_before_anything_is_measured(tmp_path: Path) -> None:
-    """SGLang takes what its memory profile allows instead of `--max-total-tokens` and goes on, healthy."""
-    environment_python("sglang-cpu")
-    make_target(tmp_path / "llama", constant=True)
-    tuning = {"kv_tokens": 4_000_000, "memory_fraction": 0.05}
-    whole = campaign(tmp_path / "llama", {"role": "base", "tuning": tuning})
-    store = Store(tmp_path / "store", "overruled")
-    arm = next(arm for arm in whole.arms if arm.name == "tested")
-    with (
-        serving(whole, arm, store, before_start=lambda: None) as server,
-        pytest.raises(SettingsMismatch, match=r"kv_tokens: asked 4000000, got \d+ \(.*log line \d+"),
-    ):
-        server.url()
-    rows = [row for row in store.read("servers").to_pylist() if row["setting"] == "kv_tokens"]
-    assert "mismatch" in {row["status"] for row in rows}

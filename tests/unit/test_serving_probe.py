@@ -102,6 +102,16 @@ def test_a_probe_that_recorded_nothing_is_null_and_says_so(
     assert "recorded nothing" in rows["state_rel_error"]["detail"]
 
 
+def test_a_probe_of_which_a_part_got_no_answer_keeps_what_came_and_says_so(
+    setup: Setup, tiny_model: Path, sample: dict[str, Any]
+) -> None:
+    calls = [(call(setup, tiny_model, [1, 2, 3]), TEXT, sample)]
+    rows = compare(calls, setup, (1, 2, 3), campaign(tiny_model), "spec", "; a probe got no answer (ReadTimeout)")
+    assert all(row["passed"] for row in rows)
+    assert all("1 drafter calls" in r["detail"] for r in rows if r["check"] == "serving_state_rel_error")
+    assert all(row["detail"].endswith("a probe got no answer (ReadTimeout)") for row in rows)
+
+
 def test_calls_read_back_as_they_were_written(setup: Setup, tiny_model: Path, tmp_path: Path) -> None:
     one = call(setup, tiny_model, [1, 2, 3])
     write_call(tmp_path, 1, one)
