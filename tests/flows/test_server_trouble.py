@@ -124,7 +124,11 @@ def second_worker(prefect: PrefectStack) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.usefixtures("second_worker")
