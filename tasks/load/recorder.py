@@ -75,7 +75,6 @@ def record(
 def _no_collection() -> Iterator[None]:
     """A full garbage collection of a process that has torch and Prefect in it stops the event loop for 0.2 s."""
     was_on = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
