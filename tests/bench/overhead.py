@@ -52,6 +52,10 @@ def seams(store: Store) -> dict[str, float]:
     times = [row for row in store.read("servers", store.run_id).to_pylist() if row["setting"] == "check_s"]
     found = {"servers_s": sum(float(row["effective"]) for row in times)}
     found |= {f"{stage}_s": sum(row["wall_s"] for row in stages if row["stage"] == stage) for stage in SEAMS}
+    # The probe is the first to need its server: what starting that took is no check.
+    probed = {row["arm"] for row in stages if row["stage"] == "probe"}
+    nested = [row["wall_s"] for row in stages if row["stage"] in ("clean", "serve") and row["arm"] in probed]
+    found["probe_s"] -= sum(nested)
     return found | {"share": sum(found.values()) / (run["finished_at"] - run["started_at"]).total_seconds()}
 
 
