@@ -37,7 +37,7 @@ suites:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium postgresql >/dev/null; } || \
 	echo "browser and PostgreSQL tests will skip; to run them: apt-get install chromium postgresql"
 
-# 33 faults of a drafter, three seeds each, and 20 healthy runs: which cause does diagnose rank first?
+# 33 faults of a drafter by us and 8 by an outsider, three seeds each, and 20 healthy runs: which cause does diagnose rank first?
 study-diagnose: engines
 	$(PY) tests/faults/diagnose/study_diagnose.py --faults tests/faults/diagnose/outside_faults.py
 
