@@ -19,6 +19,11 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
     LogFilter,
     LogFilterFlowRunId,
     TaskRunFilter,
@@ -134,6 +139,15 @@ class PrefectStack:
     def submit(self, deployment: str, **parameters: Any) -> UUID:
         found = self.client.read_deployment_by_name(deployment)
         return self.client.create_flow_run_from_deployment(found.id, parameters=parameters).id
+
+    def runs_of(self, deployment: UUID) -> list[FlowRun]:
+        """Without the hundred that the scheduler makes of a nightly deployment some seconds after it was created."""
+        ours = DeploymentFilter(id=DeploymentFilterId(any_=[deployment]))
+        return self.client.read_flow_runs(deployment_filter=ours, limit=200)
+
+    def runs_in(self, state: str) -> list[FlowRun]:
+        named = FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=[state])))
+        return self.client.read_flow_runs(flow_run_filter=named, limit=200)
 
     def run(self, flow_run: UUID) -> FlowRun:
         return self.client.read_flow_run(flow_run)

@@ -55,7 +55,7 @@ def test_form_run_failure_retry_and_completion(prefect: PrefectStack, chromium: 
     small = StubCampaign(tmp_path, step_s=0.02)
     small.broken.touch()
     deployment = prefect.client.read_deployment_by_name("campaign/campaign")
-    known = {run.id for run in prefect.client.read_flow_runs(limit=200)}
+    known = {run.id for run in prefect.runs_of(deployment.id)}
     person = Person(chromium, prefect.url, "v2")
 
     person.open(f"/deployments/deployment/{deployment.id}/run")
@@ -68,9 +68,7 @@ def test_form_run_failure_retry_and_completion(prefect: PrefectStack, chromium: 
     person.keep("form-filled")
     person.press("Submit")
 
-    run = until(
-        lambda: next((r.id for r in prefect.client.read_flow_runs(limit=200) if r.id not in known), None), 30, "a run"
-    )
+    run = until(lambda: next((r.id for r in prefect.runs_of(deployment.id) if r.id not in known), None), 60, "a run")
     assert prefect.run(run).parameters["config"] == str(small.file)
     person.open(f"/runs/flow-run/{run}")
     until(lambda: any(k.startswith("progress-") for k in prefect.artifacts(run)), 90, "a progress artifact")

@@ -83,7 +83,7 @@ def test_the_second_campaign_waits_visibly_and_starts_when_the_first_ends(prefec
         started.append(second)
         until(lambda: "waiting for gpu:host-a (Prefect's limit) held by run first-run" in second.text(), 60, "message")
         assert "failed to process item" not in second.text()  # Prefect's error a second would bury ours
-        assert "WaitingForGpu" in {run.state_name for run in prefect.client.read_flow_runs(limit=20)}
+        assert prefect.runs_in("WaitingForGpu")
         first.process.send_signal(signal.SIGINT)
         first.process.wait(60)
         released = time.time()
