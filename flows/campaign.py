@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from flows.lock import only_campaign_on_host
 from flows.runs import Run, recorded
 from tasks.agree import agree
 from tasks.align import align
-from tasks.benchmark import benchmark
+from tasks.benchmark import alternate, benchmark
 from tasks.clean import clean
-from tasks.config import Arm, Campaign, EngineName, Role, WorkloadKind
+from tasks.config import Arm, Campaign, EngineName, Role, Workload, WorkloadKind
 from tasks.doctor import doctor, require_fit
 from tasks.extract import extract
 from tasks.preflight import require_ready
@@ -34,7 +34,7 @@ from tasks.regenerate import regenerate
 from tasks.replay import replay
 from tasks.report import write_report
 from tasks.serve import Server, serving
-from tasks.store.refs import BenchmarkRef, DrafterRef, ResponsesRef
+from tasks.store.refs import BenchmarkRef, DrafterRef, ReplayRef, ResponsesRef
 from tasks.store.tables import Store
 from tasks.train import train
 
@@ -81,17 +81,19 @@ def measure_base_arms(run: Run) -> tuple[Baselines, ResponsesRef | None]:
     baselines: Baselines = {}
     first: dict[str, BenchmarkRef] = {}
     responses = None
-    for arm in run.config.arms_of(Role.base):
-        with server_of(run, arm) as server:
+    for arms in run.config.arms_together(Role.base):
+        with servers_of(run, arms) as servers:
             for workload in run.config.workloads:
-                measure = partial(benchmark, server, workload, run.config, run.store, drafter=None)
-                other = first.get(workload.name)
-                measured = run.step("benchmark", f"{arm.name} {workload.name}", measure, baseline=other)
-                first.setdefault(workload.name, measured)
-                baselines.setdefault((arm.engine, workload.name), measured)
+                take_turns(run, servers, workload, baselines=[first.get(workload.name) for _ in arms])
+                for server in servers:
+                    measure = partial(benchmark, server, workload, run.config, run.store, drafter=None)
+                    subject, other = f"{server.arm.name} {workload.name}", first.get(workload.name)
+                    measured = run.step("benchmark", subject, measure, baseline=other)
+                    first.setdefault(workload.name, measured)
+                    baselines.setdefault((server.arm.engine, workload.name), measured)
             if responses is None and run.config.arms_of(Role.extraction):
-                generate = partial(regenerate, server, run.config, run.store)
-                responses = run.step("regenerate", arm.name, generate)
+                generate = partial(regenerate, servers[0], run.config, run.store)
+                responses = run.step("regenerate", arms[0].name, generate)
     return baselines, responses
 
 
@@ -114,27 +116,69 @@ def train_drafters(run: Run, responses: ResponsesRef | None) -> dict[EngineName,
 
 def measure_speculation(run: Run, baselines: Baselines, drafters: dict[EngineName, DrafterRef]) -> None:
     """Replay each drafter offline, then serve it and measure it against the base arm's outputs."""
-    for arm in run.config.arms_of(Role.speculative):
-        assert arm.speculative is not None, "the config refuses speculative arms without it"
-        drafter = drafters[arm.speculative.extracted_on] if arm.speculative.drafter == "own" else None
-        replayed = {}
-        for workload in run.config.workloads:
-            if drafter is not None and workload.replay and workload.kind is WorkloadKind.prompts:
-                predict = partial(replay, arm=arm, campaign=run.config, store=run.store)
-                subject, baseline = f"{arm.name} {workload.name}", baselines[arm.engine, workload.name]
-                replayed[workload.name] = run.step("replay", subject, predict, drafter=drafter, baseline=baseline)
-        with server_of(run, arm, drafter=drafter) as server:
-            if drafter is not None and arm.speculative.serving_probe:
-                look = partial(probe, server, campaign=run.config, store=run.store)
-                run.step("probe", arm.name, look, drafter=drafter)
+    for arms in run.config.arms_together(Role.speculative):
+        own = {arm.name: own_drafter(arm, drafters) for arm in arms}
+        replayed = {arm.name: predict_acceptance(run, arm, baselines, own[arm.name]) for arm in arms}
+        with servers_of(run, arms, own) as servers:
+            for server in servers:
+                look_inside(run, server, own[server.arm.name])
             for workload in run.config.workloads:
-                measure = partial(benchmark, server, workload, run.config, run.store)
-                baseline = baselines[arm.engine, workload.name]
-                subject = f"{arm.name} {workload.name}"
-                served = run.step("benchmark", subject, measure, baseline=baseline, drafter=drafter)
-                if workload.name in replayed:
-                    check = partial(agree, campaign=run.config, store=run.store)
-                    run.step("agree", subject, check, replayed=replayed[workload.name], served=served)
+                against = [baselines[arm.engine, workload.name] for arm in arms]
+                take_turns(run, servers, workload, baselines=against, drafters=list(own.values()))
+                for server, baseline in zip(servers, against, strict=True):
+                    name = server.arm.name
+                    measure = partial(benchmark, server, workload, run.config, run.store)
+                    subject = f"{name} {workload.name}"
+                    served = run.step("benchmark", subject, measure, baseline=baseline, drafter=own[name])
+                    if workload.name in replayed[name]:
+                        check = partial(agree, campaign=run.config, store=run.store)
+                        run.step("agree", subject, check, replayed=replayed[name][workload.name], served=served)
+
+
+def own_drafter(arm: Arm, drafters: dict[EngineName, DrafterRef]) -> DrafterRef | None:
+    """The drafter of this campaign that the arm serves; None for a published one."""
+    assert arm.speculative is not None, "the config refuses speculative arms without it"
+    return drafters[arm.speculative.extracted_on] if arm.speculative.drafter == "own" else None
+
+
+def predict_acceptance(
+    run: Run, arm: Arm, baselines: Baselines, drafter: DrafterRef | None
+) -> dict[str, ReplayRef]:
+    """Replay the drafter along the base arm's answers, workload by workload, before its server starts."""
+    replayed = {}
+    for workload in run.config.workloads:
+        if drafter is not None and workload.replay and workload.kind is WorkloadKind.prompts:
+            predict = partial(replay, arm=arm, campaign=run.config, store=run.store)
+            subject, baseline = f"{arm.name} {workload.name}", baselines[arm.engine, workload.name]
+            replayed[workload.name] = run.step("replay", subject, predict, drafter=drafter, baseline=baseline)
+    return replayed
+
+
+def look_inside(run: Run, server: Server, drafter: DrafterRef | None) -> None:
+    """Compare what the drafter receives while it serves with what it was trained on, where the arm asks for it."""
+    if drafter is not None and server.arm.speculative and server.arm.speculative.serving_probe:
+        look = partial(probe, server, campaign=run.config, store=run.store)
+        run.step("probe", server.arm.name, look, drafter=drafter)
+
+
+def take_turns(
+    run: Run, servers: Sequence[Server], workload: Workload, baselines: Sequence[BenchmarkRef | None],
+    drafters: Sequence[DrafterRef | None] | None = None,
+) -> None:
+    """Measure arms that are up together in turns; `benchmark` then finds every measurement finished."""
+    if len(servers) > 1:
+        subject = f"{servers[0].arm.side_by_side} {workload.name}"
+        measure = partial(alternate, servers, workload, run.config, run.store)
+        run.step("alternate", subject, measure, baselines=baselines, drafters=drafters or [None for _ in servers])
+
+
+@contextmanager
+def servers_of(
+    run: Run, arms: Sequence[Arm], drafters: Mapping[str, DrafterRef | None] | None = None
+) -> Iterator[list[Server]]:
+    """Servers of arms that are up together; each starts when something first asks for its address."""
+    with ExitStack() as up:
+        yield [up.enter_context(server_of(run, arm, drafter=(drafters or {}).get(arm.name))) for arm in arms]
 
 
 @contextmanager

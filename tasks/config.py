@@ -207,6 +207,7 @@ class Campaign(Frozen):
             twice = sorted({n for n in names if names.count(n) > 1})
             if twice:
                 raise ValueError(f"{kind}: name used twice: {', '.join(twice)}")
+        self._side_by_side_is_possible()
         extracting = {a.engine for a in self.arms if a.role is Role.extraction}
         if extracting and not any(a.role is Role.base for a in self.arms):
             raise ValueError("arms: extraction needs a base arm, whose server generates the responses")
@@ -219,9 +220,29 @@ class Campaign(Frozen):
                 raise ValueError(f"arms: {arm.name} wants a drafter from {spec.extracted_on}, no arm extracts there")
         return self
 
+    def _side_by_side_is_possible(self) -> None:
+        for word in sorted({a.side_by_side for a in self.arms if a.side_by_side}):
+            group = [a for a in self.arms if a.side_by_side == word]
+            names = ", ".join(a.name for a in group)
+            if len(group) < 2:
+                raise ValueError(f"arms: {names} is alone with side_by_side {word!r}: give it to a second arm too")
+            if len({a.role for a in group}) > 1 or group[0].role is Role.extraction:
+                raise ValueError(
+                    f"arms: side_by_side {word!r} names {names}; only base arms, or only speculative arms, take turns"
+                )
+            if self.machine.port:
+                raise ValueError(f"machine.port is one port, and {names} are up together: leave it empty")
+
     def arms_of(self, role: Role) -> tuple[Arm, ...]:
         """Arms of one role, in order."""
         return tuple(a for a in self.arms if a.role is role)
+
+    def arms_together(self, role: Role) -> list[list[Arm]]:
+        """Arms of one role that are up at the same time, in order of the first of each group."""
+        groups: dict[tuple[str, str], list[Arm]] = {}
+        for arm in self.arms_of(role):
+            groups.setdefault(("group", arm.side_by_side) if arm.side_by_side else ("arm", arm.name), []).append(arm)
+        return list(groups.values())
 
     @property
     def key(self) -> str:

@@ -34,6 +34,7 @@ class Launch:
     env: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     problem: str = ""
+    side_by_side: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _launch(campaign: Campaign, arm: Arm, store: Path, facts: Facts, shown: dict
     drafter = None
     if arm.speculative and arm.speculative.drafter == "own":
         drafter = store / "objects" / "drafter" / "KEY" / "serve" / arm.engine
-    blank = Launch(arm.name, arm.role.value, arm.engine.value)
+    blank = Launch(arm.name, arm.role.value, arm.engine.value, side_by_side=arm.side_by_side)
     try:
         plan = plan_of(campaign, arm, capture, drafter, facts)
         plan = replace(plan, port=plan.port or PORT)
@@ -124,7 +125,8 @@ def lines(run: DryRun) -> list[str]:
     """The dry run as text: a launch could be pasted into a shell."""
     shown = []
     for launch in run.launches:
-        shown.append(f"{launch.arm} ({launch.engine}, {launch.role})")
+        together = f", takes turns with the others of {launch.side_by_side}" if launch.side_by_side else ""
+        shown.append(f"{launch.arm} ({launch.engine}, {launch.role}{together})")
         if launch.problem:
             shown.append(f"  refused: {launch.problem}")
             continue

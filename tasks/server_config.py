@@ -259,7 +259,8 @@ class Arm(Frozen):
     speculative: Speculative | None = None
     """Speculative decoding, for speculative arms only."""
     side_by_side: str | None = Field(None, pattern=NAME)
-    """Arms with the same word here are up together so that their repeats alternate."""
+    """Arms of one role with the same word here are up together, and their measurements take turns, so that no drift of
+    the machine favours one of them. On a GPU each needs its share of the memory (tuning.memory_fraction)."""
     fault: StubFault | None = None
     """Stub engine only: the fault that it plays (launch, benchmark, extract, ...)."""
 

@@ -14,13 +14,13 @@ from typing import Any, ClassVar
 import requests
 
 from tasks.config import Device, Role
+from tasks.engines.all_reduce import uses_custom_all_reduce
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.engines.http import TIMEOUT_S, ask, get_metrics
 from tasks.engines.inside.sglang_plugin import CAPTURE_DIR, CAPTURE_POINTS, CAPTURE_VERSION, PLATFORM, SAMPLE_KEY
 from tasks.engines.prometheus import by_label, total
 from tasks.engines.sglang_check import capture_points, check_plan, environment, kv_tokens, layer_ids
 from tasks.engines.sglang_settings import effective_settings
-from tasks.engines.vllm_check import uses_custom_all_reduce
 from tasks.errors import CaptureLost, EngineError
 
 # The log tells of loading in this order; shares of the start were seen on both devices.

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config import Device, Dtype, Role
+from tasks.engines.all_reduce import uses_custom_all_reduce
 from tasks.engines.base import LaunchPlan
 from tasks.engines.environment import ask_environment
 from tasks.engines.inside.sglang_plugin import CAPTURE_VERSION, PLATFORM
-from tasks.engines.vllm_check import drafter_ids, model_config, num_layers, text_config, uses_custom_all_reduce
+from tasks.engines.model_folder import drafter_ids, model_config, num_layers, text_config
 from tasks.errors import NotSupported
 
 OLDEST, OLDEST_CPU = (0, 5, 16), (0, 5, 23)

@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tasks.config import Device, Role
+from tasks.engines.all_reduce import uses_custom_all_reduce
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.engines.http import ask, get_metrics
+from tasks.engines.model_folder import drafter_ids, num_layers
 from tasks.engines.prometheus import Sample, by_label, total
-from tasks.engines.vllm_check import (
-    BLOCK_TOKENS,
-    check_plan,
-    drafter_ids,
-    environment,
-    num_layers,
-    uses_custom_all_reduce,
-)
+from tasks.engines.vllm_check import BLOCK_TOKENS, check_plan, environment
 from tasks.engines.vllm_settings import effective_settings
 from tasks.errors import CaptureLost, EngineError, NotSupported
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from functools import lru_cache
 from importlib.metadata import version
@@ -11,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config import Device, Role
+from tasks.engines.all_reduce import peer_access_off
 from tasks.engines.base import LaunchPlan
 from tasks.engines.environment import ask_environment
+from tasks.engines.model_folder import drafter_ids, model_config, num_layers, text_config
 from tasks.errors import NotSupported
 
 OLDEST = (0, 26)
@@ -90,69 +91,11 @@ def _check_flags(plan: LaunchPlan) -> None:
     block = BLOCK_TOKENS[plan.machine.device]
     if tuning.kv_tokens is not None and tuning.kv_tokens % block:
         raise NotSupported(f"tuning.kv_tokens: {tuning.kv_tokens} is not a multiple of vLLM's block of {block} tokens")
-    if tuning.custom_all_reduce and _peer_access_off(plan):
+    if tuning.custom_all_reduce and peer_access_off(plan):
         raise NotSupported(
             "tuning.custom_all_reduce: needs peer access, which NCCL_P2P_DISABLE or the NCCL profile "
             f"{tuning.nccl_profile} turns off; set it to false or change the profile"
         )
-
-
-def _peer_access_off(plan: LaunchPlan) -> bool:
-    variables = {v.name: v.value for v in plan.arm.tuning.variables}
-    named = plan.arm.tuning.nccl_profile in ("pcie-no-nvlink", "p2p-off")
-    return named or (plan.env | variables).get("NCCL_P2P_DISABLE", "0") != "0"
-
-
-def uses_custom_all_reduce(plan: LaunchPlan) -> bool | None:
-    """What the launch asks for; None on one GPU and where nothing says that peers cannot reach each other."""
-    tuning = plan.arm.tuning
-    if tuning.tensor_parallel == 1:
-        return None
-    if tuning.custom_all_reduce is None and _peer_access_off(plan):
-        return False  # vLLM itself turns it off on PCIe above two GPUs only
-    return tuning.custom_all_reduce
-
-
-def model_config(plan: LaunchPlan) -> dict[str, Any]:
-    """The target's config.json; raises NotSupported if the folder cannot be served."""
-    folder = Path(plan.target.model)
-    config = _read_config(folder, "target.model")
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards or any(shard.stat().st_size == 0 for shard in shards):
-        raise NotSupported(f"target.model: {folder} has no weights (*.safetensors), or empty ones")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        named = set(json.loads(index.read_text()).get("weight_map", {}).values())
-        missing = sorted(named - {shard.name for shard in shards})
-        if missing:
-            raise NotSupported(f"target.model: {folder} lacks {len(missing)} weight files, first {missing[0]}")
-    if not config.get("architectures"):
-        raise NotSupported(f"target.model: {folder}/config.json names no `architectures`, so no model class")
-    return config
-
-
-def _read_config(folder: Path, field: str) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise NotSupported(f"{field}: {folder} has no readable config.json; give a Hugging Face folder") from error
-    if not isinstance(config, dict):
-        raise NotSupported(f"{field}: {folder}/config.json is not a JSON object")
-    return config
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config (multimodal wrappers nest it)."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
-
-
-def num_layers(plan: LaunchPlan) -> int:
-    """N of the target; raises NotSupported if its config does not say."""
-    layers = text_config(_read_config(Path(plan.target.model), "target.model")).get("num_hidden_layers")
-    if not isinstance(layers, int) or layers < 1:
-        raise NotSupported(f"target.model: {plan.target.model}/config.json has no num_hidden_layers")
-    return layers
 
 
 def _check_model_class(plan: LaunchPlan, config: dict[str, Any], vllm: Path) -> None:
@@ -202,18 +145,6 @@ def _check_extraction(plan: LaunchPlan, config: dict[str, Any]) -> None:
         raise NotSupported(
             f"drafter.points {list(points)}: need distinct hidden_states indices from 0 to {layers} for this target"
         )
-
-
-def drafter_ids(plan: LaunchPlan) -> list[int] | None:
-    """The ids in the drafter's config.json; None where it leaves them to vLLM's default."""
-    if plan.drafter_dir is None:
-        return None
-    config = _read_config(plan.drafter_dir, "speculative.drafter")
-    nested = config.get("eagle_config")
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or (
-        nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, dict) else None
-    )
-    return [int(i) for i in ids] if ids else None
 
 
 def _check_drafter(plan: LaunchPlan) -> None:

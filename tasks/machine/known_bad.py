@@ -48,7 +48,21 @@ def judge_campaign(campaign: Campaign, facts: Facts, shape: TargetShape | None) 
     found += _equal_caps(campaign)
     if campaign.machine.device is Device.cuda:
         found += _peers(campaign, facts)
+        found += _memory_split(campaign)
     return found
+
+
+def _memory_split(campaign: Campaign) -> Iterator[Finding]:
+    """Arms that are up together share each GPU's memory; contexts and graphs come on top of their fractions."""
+    for group in [g for role in Role for g in campaign.arms_together(role) if len(g) > 1]:
+        names, shares = ", ".join(a.name for a in group), [a.tuning.memory_fraction for a in group]
+        together = sum(share or 0 for share in shares)
+        what = f"{names}: side by side with tuning.memory_fraction {' + '.join(str(s or 'unset') for s in shares)}"
+        if None in shares:
+            yield Finding("memory-split", "error", what, "give each arm its share; the first would take nearly all")
+        elif together > 0.9:
+            level: Level = "error" if together > 1 else "warning"
+            yield Finding("memory-split", level, f"{what} = {together:g}", "let them sum to 0.9 at most")
 
 
 def _gpus(campaign: Campaign, arm: Arm, facts: Facts, shape: TargetShape | None) -> Iterator[Finding]:
@@ -72,9 +86,6 @@ def _gpus(campaign: Campaign, arm: Arm, facts: Facts, shape: TargetShape | None)
         if need > room:
             what = f"{arm.name}: {need:.0f} GiB of weights per GPU, {room:.0f} GiB allowed"
             yield Finding("does-not-fit", "error", what, "raise tensor_parallel or memory_fraction, or quantise")
-    if arm.side_by_side and tuning.memory_fraction is None:
-        what = f"{arm.name}: side by side with other servers but without tuning.memory_fraction"
-        yield Finding("memory-split", "error", what, "give each arm its share; the first would take nearly all")
     yield from _graphs(campaign, arm)
 
 

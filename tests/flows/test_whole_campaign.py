@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,36 @@ SMALL = (
 
 @pytest.fixture(scope="module", params=[EngineName.vllm, EngineName.sglang])
 def on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """The demo campaign with the arms of one engine, small."""
+    """The demo campaign with the arms of one engine, small; on vLLM a base arm of SGLang takes turns with its own."""
     environment_python(f"{request.param}-cpu")
     folder = tmp_path_factory.mktemp(f"{request.param}-campaign")
     whole = load_campaign(CAMPAIGNS / "demo-cpu.yaml").model_dump(mode="json")
-    engine = request.param
+    engine, both = request.param, ("vllm-base", "sglang-base")
+    together = engine is EngineName.vllm
+    if together:
+        environment_python("sglang-cpu")
     whole["arms"] = [
-        arm for arm in whole["arms"]
-        if arm["engine"] == engine and (arm["speculative"] or {}).get("extracted_on", engine) == engine
+        arm | {"side_by_side": "bases" if together and arm["name"] in both else None} for arm in whole["arms"]
+        if (together and arm["name"] in both)
+        or (arm["engine"] == engine and (arm["speculative"] or {}).get("extracted_on", engine) == engine)
     ]
     (folder / "small.yaml").write_text(yaml.safe_dump(whole))
-    return run(folder, str(folder / "small.yaml"), *SMALL)
+    return run(folder, str(folder / "small.yaml"), *SMALL, *(["workloads.chat.repeats=2"] if together else []))
+
+
+@pytest.mark.engine
+def test_both_engines_side_by_side_take_turns_and_write_the_same(on_engine: Finished) -> None:
+    arms = [arm.name for arm in campaign_of(on_engine).arms_of(Role.base)]
+    if len(arms) == 1:
+        pytest.skip("the other campaign has both engines up together")
+    chat = on_engine.table("requests").query("workload == 'chat' and arm in @arms")
+    sent = chat.groupby(["arm", "repeat"])["sent_at"].agg(["min", "max"])
+    spans = sorted((first, last, *turn) for turn, (first, last) in sent.iterrows())
+    assert [tuple(turn) for _, _, *turn in spans] == [(arms[0], 0), (arms[1], 0), (arms[1], 1), (arms[0], 1)]
+    assert all(before[1] < after[0] for before, after in pairwise(spans)), "one at a time"
+    same = on_engine.table("losslessness").query("arm == 'sglang-base'")
+    assert len(same) >= 12
+    assert set(same["verdict"]) <= {"identical", "near_tie"}
 
 
 @pytest.mark.engine
@@ -133,7 +153,7 @@ def test_a_real_engine_serves_extracts_and_speculates_without_a_mismatch(on_engi
     assert errors.max() <= 1e-5
     assert next_best.min() >= 0.2
     assert set(on_engine.table("losslessness")["verdict"]) <= {"identical", "near_tie"}
-    assert (on_engine.table("stages")["stage"] == "serve").sum() == 3
+    assert (on_engine.table("stages")["stage"] == "serve").sum() == len(campaign_of(on_engine).arms)
     assert on_engine.table("servers")["status"].ne("mismatch").all()
 
 

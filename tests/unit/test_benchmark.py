@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tasks import benchmark as stage
-from tasks.benchmark import benchmark
+from tasks import measurement
+from tasks.benchmark import alternate, benchmark
 from tasks.errors import DrafterBroken, MeasurementInvalid, SeamMismatch
 from tasks.load.outputs import compare, first_difference, read_outputs
 from tasks.store.refs import BenchmarkRef
@@ -64,7 +64,7 @@ def test_every_request_and_measurement_has_a_row(base: Running, store: Store) ->
 def test_retry_of_the_same_run_goes_on_at_the_unfinished_measurement(
     base: Running, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = stage.measure, []
+    real, calls = measurement.measure, []
 
     def breaks_at_the_second(*args: Any, **more: Any) -> Any:
         calls.append(args[4].concurrency)
@@ -72,7 +72,7 @@ def test_retry_of_the_same_run_goes_on_at_the_unfinished_measurement(
             raise KeyboardInterrupt
         return real(*args, **more)
 
-    monkeypatch.setattr(stage, "measure", breaks_at_the_second)
+    monkeypatch.setattr(measurement, "measure", breaks_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         measure_base(base, store)
     assert len(rows(store, "requests")) == 6
@@ -86,6 +86,36 @@ def test_retry_of_the_same_run_goes_on_at_the_unfinished_measurement(
     other = Store(store.root, "run-b")
     assert measure_base(base, other).key != ref.key
     assert calls == [1, 3, 3, 1, 3], "another run measures anew"
+
+
+def test_arms_side_by_side_take_turns_and_a_retry_goes_on_where_they_stopped(
+    base: Running, spec: Running, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twice = CHAT.model_copy(update={"repeats": 2})
+    real, turns = measurement.measure, []
+
+    def breaks_once_at_the_fourth(*args: Any, **more: Any) -> Any:
+        turns.append(("spec" if more["speculative"] else "base", args[4].concurrency, args[4].repeat))
+        if len(turns) == 4:
+            raise KeyboardInterrupt
+        return real(*args, **more)
+
+    def take_turns() -> None:
+        alternate([base, spec], twice, CONFIG, store, baselines=[None, None], drafters=[None, None])
+
+    monkeypatch.setattr(measurement, "measure", breaks_once_at_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        take_turns()
+    take_turns()
+    assert turns[:3] == [("base", 1, 0), ("spec", 1, 0), ("base", 3, 0)]
+    assert turns[3:] == [("spec", 3, 0), ("spec", 3, 0), ("spec", 1, 1), ("base", 1, 1), ("spec", 3, 1), ("base", 3, 1)]
+    assert {r["comparable"] for r in rows(store, "benchmarks")} == {True}
+    asked = base.asked, spec.asked
+    take_turns()
+    first = benchmark(base, twice, CONFIG, store, baseline=None, drafter=None)
+    second = benchmark(spec, twice, CONFIG, store, baseline=first, drafter=None)
+    assert (base.asked, spec.asked, len(turns)) == (*asked, 9), "what took turns is not measured again"
+    assert second.accept_length is not None and {r["verdict"] for r in rows(store, "losslessness")} == {"identical"}
 
 
 def test_speculation_writes_acceptance_and_equal_outputs(base: Running, spec: Running, store: Store) -> None:

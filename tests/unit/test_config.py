@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from tasks.campaign_file import load_campaign, parse_campaign
-from tasks.config import Campaign
+from tasks.config import Campaign, Role
 from tasks.errors import ConfigError
 
 
@@ -38,6 +39,32 @@ def test_overrides_reach_lists_by_name_and_by_index(tmp_path: Path) -> None:
     assert loaded.arms[2].speculative.num_speculative_tokens == 5  # type: ignore[union-attr]
     assert (loaded.arms[0].tuning.max_running_requests, loaded.workloads[0].concurrencies) == (7, (1, 2))
     assert loaded.drafter.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        ("base", None, "arms: base is alone with side_by_side 'x': give it to a second arm too"),
+        ("base", "spec", "side_by_side 'x' names base, spec; only base arms, or only speculative arms, take turns"),
+        ("take", "take-2", "side_by_side 'x' names take, take-2; only base arms, or only speculative"),
+    ],
+)
+def test_arms_that_cannot_take_turns_are_refused(tmp_path: Path, first: str, second: str | None, line: str) -> None:
+    data = valid()
+    data["arms"].append(data["arms"][1] | {"name": "take-2"})
+    for arm in data["arms"]:
+        if arm["name"] in (first, second):
+            arm["side_by_side"] = "x"
+    with pytest.raises(ConfigError, match=re.escape(line)):
+        load(tmp_path, data)
+
+
+def test_one_port_is_not_given_to_two_servers_that_are_up_together(tmp_path: Path) -> None:
+    data = valid()
+    data["arms"] = [data["arms"][0] | {"name": name, "side_by_side": "x"} for name in ("a", "b")]
+    assert load(tmp_path, data).arms_together(Role.base) == [list(load(tmp_path, data).arms)]
+    with pytest.raises(ConfigError, match=r"machine\.port is one port, and a, b are up together"):
+        load(tmp_path, data, "machine.port=30000")
 
 
 def test_paths_are_relative_to_the_campaign_file(tmp_path: Path) -> None:

@@ -28,7 +28,14 @@ SIX = {
 }
 
 GRAPHS = "graphs-below-concurrency"
-SPLIT = {"arms.vllm-base.side_by_side": "x", "arms.vllm-base.tuning.memory_fraction": "null"}
+TOGETHER = {"arms.vllm-base.side_by_side": "x", "arms.sglang-base.side_by_side": "x"}
+
+
+def split(first: str, second: str) -> dict[str, str]:
+    shares = {"arms.vllm-base.tuning.memory_fraction": first, "arms.sglang-base.tuning.memory_fraction": second}
+    return {**TOGETHER, **shares}
+
+
 EXTRACT_ON_VLLM = {
     "arms.sglang-extract.engine": "vllm", "arms.sglang-extract.tuning.attention_backend": "null",
     "arms.sglang-own.speculative.extracted_on": "vllm", "arms.sglang-own.speculative.declared_experiment": "true",
@@ -135,7 +142,9 @@ def test_nvlink_gets_no_pcie_advice_and_a_wrong_declaration_is_refused() -> None
         ({"arms.vllm-base.tuning.custom_all_reduce": "true"}, "all-reduce", "error"),
         ({"arms.vllm-base.tuning.extra_args": '["--max-cudagraph-capture-size", "64"]'}, GRAPHS, "warning"),
         ({"arms.sglang-base.tuning.extra_args": '["--cuda-graph-max-bs=64"]'}, GRAPHS, "warning"),
-        (SPLIT, "memory-split", "error"),
+        (split("null", "0.4"), "memory-split", "error"),
+        (split("0.6", "0.5"), "memory-split", "error"),
+        (split("0.5", "0.45"), "memory-split", "warning"),
         (EXTRACT_ON_VLLM, "extraction-mla", "error"),
     ],
 )
