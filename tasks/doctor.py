@@ -48,6 +48,6 @@ def _fact(name: EngineName, environment: EngineEnvironment) -> EnvironmentFact:
     if not Path(environment.python).exists():
         return EnvironmentFact(environment.name, environment.python, {}, f"no interpreter at {environment.python}")
     try:
-        return EnvironmentFact(environment.name, environment.python, engine(name).versions(environment.python))
+        return EnvironmentFact(environment.name, environment.python, engine(name).versions(environment))
     except DrafthouseError as error:
         return EnvironmentFact(environment.name, environment.python, {}, str(error))

@@ -103,7 +103,7 @@ def _responses(responses: ResponsesRef, campaign: Campaign, store: Store) -> lis
 
 def _family(adapter: Engine, arm: Arm, points: tuple[int, ...], campaign: Campaign) -> str:
     """All that must be equal for states to be interchangeable, but for the fingerprint of the probe."""
-    versions = adapter.versions(campaign.machine.environment_of(arm).python)
+    versions = adapter.versions(campaign.machine.environment_of(arm))
     plugin = versions.get("plugin") or versions.get("drafthouse")
     target = weights_fingerprint(Path(campaign.target.model))
     return content_key("states-pool", target, arm.engine, plugin, list(points), campaign.target.dtype)

@@ -163,6 +163,11 @@ class EngineEnvironment(Frozen):
     variables: Annotated[tuple[Variable, ...], AfterValidator(each_once)] = ()
     """Environment variables that this environment needs (PYTHONPATH, CUDA_HOME, ...)."""
 
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """`variables` as (name, value)."""
+        return tuple((variable.name, variable.value) for variable in self.variables)
+
 
 class Machine(Frozen):
     device: Device = Device.cpu

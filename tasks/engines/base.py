@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
-from tasks.config import Arm, Machine, Target
+from tasks.config import Arm, EngineEnvironment, Machine, Target
 
 Source = Literal["server_info", "metrics", "log", "probe"]
 
@@ -106,7 +106,7 @@ class Engine(ABC):
         """Share done [0, 1] and what is being done, if this log line tells."""
 
     @abstractmethod
-    def versions(self, python: str) -> dict[str, str]:
+    def versions(self, where: EngineEnvironment) -> dict[str, str]:
         """Versions of the engine, torch and our plugin in that environment, without starting a server."""
 
     @abstractmethod

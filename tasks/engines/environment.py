@@ -31,10 +31,9 @@ def environment_key(campaign: Campaign, arm: Arm, adapter: Engine) -> str:
     # Of our own code what decides which numbers are stored; the rest may change without a new look.
     own = [f"engines/{arm.engine}.py", f"engines/inside/{arm.engine}_*.py", "store/states.py"]
     code = folder_fingerprint(_TASKS, own)
-    variables = tuple((v.name, v.value) for v in environment.variables)
     return content_key(
-        "environment", arm.engine, adapter.versions(environment.python), _packages(environment.python, variables),
-        code, arm.tuning.model_dump(mode="json"), arm.fault, campaign.machine.device, variables,
+        "environment", arm.engine, adapter.versions(environment), _packages(environment.python, environment.pairs),
+        code, arm.tuning.model_dump(mode="json"), arm.fault, campaign.machine.device, environment.pairs,
     )
 
 

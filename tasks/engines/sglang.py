@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import requests
 
-from tasks.config import Device, Role
+from tasks.config import Device, EngineEnvironment, Role
 from tasks.engines.all_reduce import uses_custom_all_reduce
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.engines.http import TIMEOUT_S, ask, get_metrics
@@ -86,8 +86,8 @@ class SglangEngine(Engine):
                 return start + width * (int(found[1]) / 100 if found.groups() else 0.0), what
         return None
 
-    def versions(self, python: str) -> dict[str, str]:
-        found = environment(python)
+    def versions(self, where: EngineEnvironment) -> dict[str, str]:
+        found = environment(where.python, where.pairs)
         return {name: value for name, value in found.items() if name not in ("folder", "platforms")}
 
     def effective_settings(self, url: str, log: Path, plan: LaunchPlan) -> list[Observed]:

@@ -71,8 +71,7 @@ def environment(python: str, variables: tuple[tuple[str, str], ...] = ()) -> dic
 
 def check_plan(plan: LaunchPlan) -> None:
     """Raises NotSupported for the first thing that cannot work."""
-    declared = plan.machine.environment_of(plan.arm).variables
-    found = environment(plan.python, tuple((variable.name, variable.value) for variable in declared))
+    found = environment(plan.python, plan.machine.environment_of(plan.arm).pairs)
     cpu = plan.machine.device is Device.cpu
     oldest = OLDEST_CPU if cpu else OLDEST
     if tuple(int(part) for part in re.findall(r"\d+", found["sglang"])[:3]) < oldest:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import requests
 
-from tasks.config import Dtype
+from tasks.config import Dtype, EngineEnvironment
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.engines.prometheus import by_label, scrape, total
 from tasks.errors import EngineError, NotSupported
@@ -73,8 +73,8 @@ class StubEngine(Engine):
             return 1.0, "loaded"
         return (0.0, "loading") if line.startswith("stub engine: loading") else None
 
-    def versions(self, python: str) -> dict[str, str]:
-        """The stub runs in the orchestrator's environment, so `python` is this one."""
+    def versions(self, where: EngineEnvironment) -> dict[str, str]:
+        """The stub runs in the orchestrator's environment, so `where` is this one."""
         return {"stub": VERSION, "numpy": version("numpy"), "plugin": VERSION}
 
     def effective_settings(self, url: str, log: Path, plan: LaunchPlan) -> list[Observed]:

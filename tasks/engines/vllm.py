@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tasks.config import Device, Role
+from tasks.config import Device, EngineEnvironment, Role
 from tasks.engines.all_reduce import uses_custom_all_reduce
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.engines.http import ask, get_metrics
@@ -83,8 +83,8 @@ class VllmEngine(Engine):
                 return start + width * (int(found[1]) / 100 if found.groups() else 0.0), what
         return None
 
-    def versions(self, python: str) -> dict[str, str]:
-        return {name: str(value) for name, value in environment(python).items() if name != "folder"}
+    def versions(self, where: EngineEnvironment) -> dict[str, str]:
+        return {name: str(value) for name, value in environment(where.python, where.pairs).items() if name != "folder"}
 
     def effective_settings(self, url: str, log: Path, plan: LaunchPlan) -> list[Observed]:
         return effective_settings(url, log, plan)

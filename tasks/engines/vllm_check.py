@@ -58,8 +58,7 @@ def environment(python: str, variables: tuple[tuple[str, str], ...] = ()) -> dic
 
 def check_plan(plan: LaunchPlan) -> None:
     """Raises NotSupported for the first thing that cannot work."""
-    declared = plan.machine.environment_of(plan.arm).variables
-    found = environment(plan.python, tuple((variable.name, variable.value) for variable in declared))
+    found = environment(plan.python, plan.machine.environment_of(plan.arm).pairs)
     if tuple(int(part) for part in re.findall(r"\d+", found["vllm"])[:2]) < OLDEST:
         raise NotSupported(f"{plan.python}: vLLM {found['vllm']} is older than 0.26, which this adapter needs")
     own = version("drafthouse")

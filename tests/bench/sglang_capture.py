@@ -30,7 +30,7 @@ import aiohttp
 import psutil
 
 from tasks.campaign_file import parse_campaign
-from tasks.config import Role
+from tasks.config import EngineEnvironment, Role
 from tasks.engines.sglang import SglangEngine
 from tasks.reference import layer_states
 from tasks.serve import serving
@@ -174,9 +174,10 @@ def _wait_for(folder: Path, key: str) -> None:
 
 
 def _facts() -> dict[str, Any]:
+    environment = EngineEnvironment(name="sglang-cpu", python=str(ROOT / ".venvs" / "sglang-cpu" / "bin" / "python"))
     return {
         "command": "python " + " ".join(sys.argv), "device": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": ENGINE.versions(str(ROOT / ".venvs" / "sglang-cpu" / "bin" / "python")),
+        "versions": ENGINE.versions(environment),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

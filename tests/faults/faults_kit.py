@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.campaign_file import parse_campaign
-from tasks.config import Campaign
+from tasks.config import Campaign, EngineEnvironment
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.machine.processes import read_process
 
@@ -36,7 +36,7 @@ class FakeEngine(Engine):
     def load_progress(self, line: str) -> tuple[float, str] | None:
         return (1.0, "listening") if line.startswith("fake server pid") else None
 
-    def versions(self, python: str) -> dict[str, str]:
+    def versions(self, where: EngineEnvironment) -> dict[str, str]:
         return {}
 
     def effective_settings(self, url: str, log: Path, plan: LaunchPlan) -> list[Observed]:

@@ -18,7 +18,7 @@ import torch
 
 from tasks import reference
 from tasks.campaign_file import parse_campaign
-from tasks.config import Arm, Campaign
+from tasks.config import Arm, Campaign, EngineEnvironment
 from tasks.engines.base import Command, Completion, Engine, LaunchPlan, Observed, SpecCounters
 from tasks.store.states import Sample, ShardWriter
 
@@ -42,7 +42,7 @@ class FakeEngine(Engine):
     def parse_completion(self, body: dict[str, Any]) -> Completion:
         return Completion(body["out"], body["prompt_tokens"], body["why"], body["logprobs"])
 
-    def versions(self, python: str) -> dict[str, str]:
+    def versions(self, where: EngineEnvironment) -> dict[str, str]:
         return dict(self.versions_now)
 
     def check(self, plan: LaunchPlan) -> None: ...

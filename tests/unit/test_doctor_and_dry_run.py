@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from tasks import dry_run
 from tasks.campaign_file import load_campaign, parse_campaign
-from tasks.config import Campaign
-from tasks.errors import ConfigError, InputError, MachineError
+from tasks.config import Campaign, EngineEnvironment, EngineName, Variable
+from tasks.engines.registry import engine
+from tasks.errors import ConfigError, InputError, MachineError, NotSupported
 from tasks.launch import nccl_observed, plan_of, requested, shape_of, shown_variables
 from tasks.machine import doctor
 from tasks.machine.facts import judge
@@ -275,3 +277,17 @@ def test_a_model_folder_that_is_absent_needs_a_declared_shape_and_a_present_one_
     body["target"]["shape"] = {**found.model_dump(), "num_layers": 5}
     with pytest.raises(ConfigError, match=r"target\.shape\.num_layers: 5, but .* says 4"):
         shape_of(parse_campaign(body).target)
+
+
+@pytest.mark.parametrize("name", [EngineName.vllm, EngineName.sglang])
+def test_an_environment_that_is_only_a_pythonpath_is_looked_into(tmp_path: Path, name: EngineName) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    installed = tmp_path / f"{name}-9.9.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.9\n")
+    without = EngineEnvironment(name="bare", python=sys.executable)
+    with pytest.raises(NotSupported, match="is not installed in this engine environment"):
+        engine(name).versions(without)
+    path = Variable(name="PYTHONPATH", value=str(tmp_path))
+    assert engine(name).versions(without.model_copy(update={"variables": (path,)}))[name] == "9.9"
