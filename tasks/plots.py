@@ -7,10 +7,14 @@ import plotly.graph_objects as go
 
 
 def lines(frame: pd.DataFrame, x: str, y: str, by: list[str]) -> go.Figure:
-    """A line of medians of column `y` over `x` for each group of `by`."""
+    """A line of medians of column `y` over `x` for each group of `by`; bars reach to the least and largest repeat."""
     figure = go.Figure(layout={"xaxis_title": x, "yaxis_title": y, "template": "plotly_white"})
     for key, rows in frame.dropna(subset=[y]).groupby(by):
-        _add_line(figure, rows.groupby(x)[y].median(), " ".join(map(str, key)))
+        repeats = rows.groupby(x)[y]
+        _add_line(figure, repeats.median(), " ".join(map(str, key)))
+        if (repeats.size() > 1).any():
+            up, down = (repeats.max() - repeats.median()).tolist(), (repeats.median() - repeats.min()).tolist()
+            figure.data[-1].error_y = {"type": "data", "array": up, "arrayminus": down}
     return figure
 
 
