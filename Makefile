@@ -41,10 +41,11 @@ suites:
 study-diagnose: engines
 	$(PY) tests/faults/diagnose/study_diagnose.py --faults tests/faults/diagnose/outside_faults.py
 
-# 200 random faults on the stub campaign and 20 on the real vLLM; hours, and it goes on where it stopped.
+# 200 random faults on the stub campaign and 20 on the real engines; hours, and it goes on where it stopped.
 study-faults: engines
 	$(PY) tests/faults/study.py --faults 200
-	$(PY) tests/faults/study.py --faults 20 --campaign vllm
+	$(PY) tests/faults/study.py --faults 12 --campaign vllm
+	$(PY) tests/faults/study.py --faults 8 --campaign sglang
 
 # A DeepSeek-V3-style target, plain and wrapped as Kimi-K2.5 is, through every stage on SGLang.
 MLA := deployments/models/tiny_mla

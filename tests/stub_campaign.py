@@ -54,14 +54,15 @@ class StubCampaign:
 
 
 class RealCampaign(StubCampaign):
-    """The same small campaign on the real vLLM; it keeps no journal, so only tables and files tell what was done."""
+    """The same small campaign on a real engine; it keeps no journal, so only tables and files tell what was done."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: str) -> None:
         super().__init__(folder)
+        cache = {"vllm": {"kv_cache_gib": 1}, "sglang": {"kv_tokens": 16384, "chunked_prefill_size": 512}}[engine]
         data = yaml.safe_load(self.file.read_text())
         for arm in data["arms"]:
-            arm |= {"engine": "vllm", "tuning": arm["tuning"] | {"extra_args": [], "kv_cache_gib": 1}}
+            arm |= {"engine": engine, "tuning": arm["tuning"] | {"extra_args": []} | cache}
             if arm["speculative"]:
-                arm["speculative"] |= {"extracted_on": "vllm"}
+                arm["speculative"] |= {"extracted_on": engine}
         data["machine"]["ready_timeout_s"] = 600
         self.file.write_text(yaml.safe_dump(data))

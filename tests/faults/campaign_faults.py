@@ -89,7 +89,7 @@ class FaultRun:
 
     def __init__(self, stack: PrefectStack, folder: Path, engine: str) -> None:
         self.stack, self.folder = stack, folder
-        self.campaign = StubCampaign(folder, step_s=STEP_S) if engine == "stub" else RealCampaign(folder)
+        self.campaign = StubCampaign(folder, step_s=STEP_S) if engine == "stub" else RealCampaign(folder, engine)
         self.root = folder / "store"
         self.state = stack.folder / "state" / "drafthouse"
 

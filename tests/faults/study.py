@@ -1,6 +1,6 @@
 """`make study-faults`: 200 random faults on the stub campaign, 20 on the real CPU engines, in resumable pieces.
 
-    python tests/faults/study.py [--faults 200] [--pieces N] [--part 0/2] [--campaign stub|vllm]
+    python tests/faults/study.py [--faults 200] [--pieces N] [--part 0/2] [--campaign stub|vllm|sglang]
 
 Every outcome is a line in test-output/study-faults-<campaign>.jsonl; a second call goes on where the first
 stopped; parts may run side by side. At the end the counts are written to tests/bench/results/faults-<campaign>.json.
@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--pieces", type=int, default=10_000, help="stop after so many, to go on later")
     parser.add_argument("--part", default="0/1", help="which of how many parts: 0/2 and 1/2 run side by side")
-    parser.add_argument("--campaign", choices=["stub", "vllm"], default="stub")
+    parser.add_argument("--campaign", choices=["stub", "vllm", "sglang"], default="stub")
     options = parser.parse_args()
     this, _, parts = options.part.partition("/")
     done = run_study(options.campaign, options.faults, options.pieces, (int(this), int(parts)))
