@@ -1,6 +1,6 @@
 """The campaign: serve, measure, extract, align, train, replay, and measure speculation.
 
-    doctor
+    doctor → clean
     clean → serve (base arm) → benchmark ─┬→ next arm
                                           └ regenerate (on the running base arm)
     clean → serve (extraction arm) → extract → align → train
@@ -60,6 +60,8 @@ def campaign(config: Campaign | str, store: str = "store", overrides: Sequence[s
     run_id = run_id_of(config)
     with only_campaign_on_host(config, run_id), recorded(config, Store(Path(store), run_id)) as run:
         run.step("doctor", "", partial(examine_host, config, run.store))
+        # Also a retry that needs no server any more frees what the try before it left.
+        run.step("clean", "", partial(clean, config, None, run.store))
         baselines, responses = measure_base_arms(run)
         drafters = train_drafters(run, responses)
         measure_speculation(run, baselines, drafters)

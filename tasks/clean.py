@@ -1,4 +1,4 @@
-"""Clean: free what this tool started earlier and left behind, before each server start, and nothing else."""
+"""Clean: free what earlier runs left behind, as the first thing and before each server start, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ log = logging.getLogger(__name__)
 
 
 def clean(
-    campaign: Campaign, arm_name: str, store: Store, *, dry_run: bool = False, take_over_uids: Iterable[int] = ()
+    campaign: Campaign, arm_name: str | None, store: Store, *, dry_run: bool = False, take_over_uids: Iterable[int] = ()
 ) -> Swept:
     """Stop and remove what is provably ours; write a `cleanup` row for all that was looked at.
 
-    Raises Survivor, ForeignHolder or WedgedGpu after the rows are written; a retry of these changes
-    nothing until somebody has looked.
+    Without an arm no GPU is needed yet, so none is judged. Raises Survivor, ForeignHolder or WedgedGpu after
+    the rows are written; a retry of these changes nothing until somebody has looked.
     """
     swept = clean_host(
-        needed_gpus=set(campaign.machine.gpus), grace_s=campaign.machine.stop_grace_s, dry_run=dry_run,
-        take_over_uids=take_over_uids, run_id=store.run_id,
+        needed_gpus=set(campaign.machine.gpus) if arm_name else None, grace_s=campaign.machine.stop_grace_s,
+        dry_run=dry_run, take_over_uids=take_over_uids, run_id=store.run_id,
     )
     rows = [{"arm": arm_name, **_columns(row)} for row in swept.rows]
-    earlier = len(list((store.root / "tables" / "cleanup" / f"run={store.run_id}").glob(f"{arm_name}-clean*.parquet")))
-    store.write("cleanup", rows, f"{arm_name}-clean{earlier + 1}")
+    part = f"{arm_name}-clean" if arm_name else "clean"
+    earlier = len(list((store.root / "tables" / "cleanup" / f"run={store.run_id}").glob(f"{part}*.parquet")))
+    store.write("cleanup", rows, f"{part}{earlier + 1}")
     if swept.problem:
         raise swept.problem
     return swept

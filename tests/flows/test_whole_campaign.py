@@ -81,6 +81,14 @@ def test_every_stage_of_the_stub_campaign_runs_and_every_number_reads_back(on_st
             assert by_duckdb == [(rows,)] == [(len(pd.read_parquet(first.store.root / "tables" / table)),)]
 
 
+def test_the_host_is_cleaned_first_also_where_no_server_will_start(on_stub: list[Finished]) -> None:
+    """Two of 200 faults struck when all was measured: the retry needed no server, so the dead one left a lease."""
+    for finished in on_stub:
+        order = finished.table("stages").sort_values("started_at")
+        assert order["stage"].tolist()[:2] == ["doctor", "clean"]
+        assert order["arm"].isna().tolist()[:2] == [True, True]
+
+
 def test_a_second_run_generates_extracts_and_trains_nothing_and_writes_all_tables(on_stub: list[Finished]) -> None:
     first, second = on_stub
     stages = second.table("stages").set_index("stage")
