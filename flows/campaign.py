@@ -1,6 +1,6 @@
 """The campaign: serve, measure, extract, align, train, replay, and measure speculation.
 
-    doctor → clean
+    clean → doctor
     clean → serve (base arm) → benchmark ─┬→ next arm
                                           └ regenerate (on the running base arm)
     clean → serve (extraction arm) → extract → align → train
@@ -30,6 +30,7 @@ from tasks.doctor import doctor, require_fit
 from tasks.extract import extract
 from tasks.preflight import require_ready
 from tasks.probe import probe, probe_folder
+from tasks.reference import release_gpu
 from tasks.regenerate import regenerate
 from tasks.replay import replay
 from tasks.report import write_report
@@ -59,9 +60,9 @@ def campaign(config: Campaign | str, store: str = "store", overrides: Sequence[s
     require_ready(config)
     run_id = run_id_of(config)
     with only_campaign_on_host(config, run_id), recorded(config, Store(Path(store), run_id)) as run:
-        run.step("doctor", "", partial(examine_host, config, run.store))
-        # Also a retry that needs no server any more frees what the try before it left.
+        # First, so that the doctor does not meet our own leftovers, and a retry that needs no server frees them too.
         run.step("clean", "", partial(clean, config, None, run.store))
+        run.step("doctor", "", partial(examine_host, config, run.store))
         baselines, responses = measure_base_arms(run)
         drafters = train_drafters(run, responses)
         measure_speculation(run, baselines, drafters)
@@ -191,6 +192,7 @@ def server_of(
     drafter_dir = run.store.artifact("drafter", drafter.key) / "serve" / arm.engine if drafter else None
 
     def tidy() -> None:
+        release_gpu()
         run.step("clean", arm.name, partial(clean, run.config, arm.name, run.store))
 
     with serving(

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any, Final
 
+import pyarrow.parquet as pq
+
 from tasks.config import Campaign
 from tasks.errors import SeamMismatch
 from tasks.store.refs import BenchmarkRef, ReplayRef
@@ -37,10 +39,12 @@ def agree(replayed: ReplayRef, served: BenchmarkRef, campaign: Campaign, store: 
     Raises SeamMismatch in a strict campaign when the server accepts something else than replay predicts.
     """
     arm, workload = served.arm, served.workload
-    live = _counts([r for r in store.read("acceptance", store.run_id).to_pylist() if r["arm"] == arm], workload)
-    predicted = _counts(
-        [r for r in store.read("replay", store.run_id).to_pylist() if r["auxiliary"] == "true"], workload
-    )
+    accepted = store.read("acceptance", store.run_id).to_pylist()
+    live = _counts([r for r in accepted if (r["arm"], r["workload"]) == (arm, workload)])
+    # From this replay's own artifact: table `replay` also holds those of the run's other drafters.
+    store.require(replayed.kind, replayed.key)
+    rates = pq.read_table(store.artifact(replayed.kind, replayed.key) / "replay.parquet").to_pylist()
+    predicted = _counts([r for r in rates if r["auxiliary"] == "true"])
     rows = compare(predicted, live, campaign.thresholds.replay_gap, f"{arm} {workload}")
     store.write("alignment", rows, f"agree-{arm}-{workload}")
     store.count("agree", executed=1)
@@ -55,11 +59,11 @@ def agree(replayed: ReplayRef, served: BenchmarkRef, campaign: Campaign, store: 
 Counts = dict[int, tuple[int, int]]  # position -> (drafts, accepted)
 
 
-def _counts(rows: Sequence[Row], workload: str) -> Counts:
+def _counts(rows: Sequence[Row]) -> Counts:
     """Drafts and accepted tokens per position, summed over concurrencies and repeats."""
     found: Counts = {}
     for row in rows:
-        wanted = row["workload"] == workload and row["category"] is None and row["position"] is not None
+        wanted = row["category"] is None and row["position"] is not None
         if wanted and row["drafts"] and row["accepted"] is not None:
             drafts, accepted = found.get(row["position"], (0, 0))
             found[row["position"]] = drafts + row["drafts"], accepted + row["accepted"]

@@ -187,7 +187,7 @@ class Campaign(Frozen):
     machine: Machine = Machine()
     """Where and with which engine environments it runs."""
     arms: tuple[Arm, ...] = Field(min_length=1)
-    """Server configurations, started one after another in this order."""
+    """Server configurations, started one after another in this order, unless they are up side by side."""
     workloads: tuple[Workload, ...] = Field(min_length=1)
     """Loads that every base and speculative arm is measured under."""
     prompts: Prompts

@@ -35,8 +35,15 @@ def plan_of(
     return LaunchPlan(
         arm=arm, target=campaign.target, machine=campaign.machine, python=campaign.machine.environment_of(arm).python,
         port=campaign.machine.port or 0, engine_points=points, capture_dir=capture_dir, drafter_dir=drafter_dir,
-        env=env, notes=notes,
+        env=env, notes=notes, memory_taken=_taken_before(campaign, arm),
     )
+
+
+def _taken_before(campaign: Campaign, arm: Arm) -> float:
+    """Share of each GPU that arms side by side with this one have taken when it starts; they start in order."""
+    group = next((g for g in campaign.arms_together(arm.role) if arm.name in [a.name for a in g]), [])
+    before = group[: [a.name for a in group].index(arm.name)] if group else []
+    return sum(a.tuning.memory_fraction or 0.0 for a in before) if campaign.machine.device is Device.cuda else 0.0
 
 
 def _fit_to_gpus(campaign: Campaign, arm: Arm, known: Facts) -> tuple[Arm, dict[str, str], dict[str, str]]:

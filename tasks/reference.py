@@ -42,6 +42,14 @@ def device() -> torch.device:
     return _DEVICE[0]
 
 
+def release_gpu() -> None:
+    """Give a GPU's memory back before a server takes its share; the next question loads the target again."""
+    if device().type == "cuda":
+        with _LOCK:
+            _cached_target.cache_clear()
+            torch.cuda.empty_cache()
+
+
 def layer_states(
     model_dir: Path | str, token_ids_batch: Sequence[Sequence[int]], points: Sequence[int],
     dtype: torch.dtype = torch.float32, *, threads: int | None = None, streamed: bool | None = None,

@@ -64,13 +64,14 @@ def write_report(store: Store) -> Path:
     """Write report.html of this run: one file, plots and their script inside."""
     frames = read_run(store)
     facts, run = summary(store), _plain(frames["runs"])[0]
+    valid = frames["benchmarks"][frames["benchmarks"]["valid"].eq(True)]
     plots = {
         "Output throughput against concurrency (benchmarks.output_tok_s)":
-            lines(frames["benchmarks"], "concurrency", "output_tok_s", ["arm", "workload"]),
+            lines(valid, "concurrency", "output_tok_s", ["arm", "workload"]),
         "Time to first token (benchmarks.ttft_ms_p50)":
-            lines(frames["benchmarks"], "concurrency", "ttft_ms_p50", ["arm", "workload"]),
+            lines(valid, "concurrency", "ttft_ms_p50", ["arm", "workload"]),
         "Time per output token (benchmarks.tpot_ms_p50)":
-            lines(frames["benchmarks"], "concurrency", "tpot_ms_p50", ["arm", "workload"]),
+            lines(valid, "concurrency", "tpot_ms_p50", ["arm", "workload"]),
         "Acceptance by position, served and replayed (acceptance.accept_rate, replay.accept_rate)":
             acceptance_by_position(frames["acceptance"], frames["replay"]),
         "Training loss (training.loss)": lines(frames["training"], "step", "loss", ["drafter"]),

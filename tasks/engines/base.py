@@ -37,6 +37,7 @@ class LaunchPlan:
     capture_dir: Path | None = None  # pool folder that the engine's plugin writes shards to
     drafter_dir: Path | None = None  # exported drafter folder; None unless speculative
     env: dict[str, str] = field(default_factory=dict)  # of the NCCL profile; serve adds them, adapters need not
+    memory_taken: float = 0.0  # share of each GPU that servers beside this one took before it
     notes: dict[str, str] = field(default_factory=dict)  # setting -> why it was resolved so; for the servers table
 
 

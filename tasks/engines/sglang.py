@@ -64,10 +64,12 @@ class SglangEngine(Engine):
         if (tokens := kv_tokens(plan)) is not None:
             argv += ["--max-total-tokens", str(tokens)]
         if tuning.memory_fraction is not None:
-            argv += ["--mem-fraction-static", str(tuning.memory_fraction)]
+            # SGLang's is a share of what is free when it starts, ours (and vLLM's) of the whole card.
+            argv += ["--mem-fraction-static", f"{tuning.memory_fraction / (1 - plan.memory_taken):.4g}"]
+        if cpu or plan.arm.side_by_side:
+            argv += ["--sleep-on-idle"]  # its scheduler would spin on a core beside what is being measured
         if cpu:
             argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            argv += ["--sleep-on-idle"]  # its scheduler would spin on a core of the few there are
         elif tuning.attention_backend is not None:
             argv += ["--attention-backend", tuning.attention_backend]
         if tuning.cuda_graph is False and not cpu:

@@ -48,13 +48,18 @@ def judge_campaign(campaign: Campaign, facts: Facts, shape: TargetShape | None) 
     found += _equal_caps(campaign)
     if campaign.machine.device is Device.cuda:
         found += _peers(campaign, facts)
-        found += _memory_split(campaign)
+    found += _memory_split(campaign)
     return found
 
 
 def _memory_split(campaign: Campaign) -> Iterator[Finding]:
-    """Arms that are up together share each GPU's memory; contexts and graphs come on top of their fractions."""
+    """Arms that are up together share the memory; contexts and graphs come on top of their fractions of a GPU."""
     for group in [g for role in Role for g in campaign.arms_together(role) if len(g) > 1]:
+        if campaign.machine.device is Device.cpu:
+            for arm in [a for a in group if a.engine is EngineName.vllm and a.tuning.kv_cache_gib is None]:
+                what = f"{arm.name}: side by side, and vLLM on a CPU takes nearly all memory for its cache unless told"
+                yield Finding("memory-split", "error", what, "set tuning.kv_cache_gib")
+            continue
         names, shares = ", ".join(a.name for a in group), [a.tuning.memory_fraction for a in group]
         together = sum(share or 0 for share in shares)
         what = f"{names}: side by side with tuning.memory_fraction {' + '.join(str(s or 'unset') for s in shares)}"

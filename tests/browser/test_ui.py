@@ -105,7 +105,7 @@ def test_every_field_of_a_campaign_is_a_field_of_the_form(prefect: PrefectStack,
     person = Person(chromium, prefect.url, ui)
     person.open(f"/deployments/deployment/{deployment.id}/run")
     page = person.page
-    page.get_by_text("Server configurations, started one after another in this order.").wait_for()
+    page.get_by_text("Server configurations, started one after another in this order").wait_for()
     for field in ("Arms", "Workloads"):
         page.get_by_text(field, exact=True).first.wait_for()
     page.get_by_role("button", name="Add item").nth(2).click()
@@ -122,7 +122,7 @@ def test_a_wrong_field_is_named_on_the_form(prefect: PrefectStack, chromium: obj
     deployment = prefect.client.read_deployment_by_name("campaign/campaign-from-fields")
     person = Person(chromium, prefect.url, "v2")
     person.open(f"/deployments/deployment/{deployment.id}/run")
-    person.page.get_by_text("Server configurations, started one after another in this order.").wait_for()
+    person.page.get_by_text("Server configurations, started one after another in this order").wait_for()
     person.press("Submit")
     person.page.get_by_text("is a required property").first.wait_for()
     person.page.set_viewport_size({"width": 1300, "height": 6000})

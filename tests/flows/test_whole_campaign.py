@@ -85,7 +85,7 @@ def test_the_host_is_cleaned_first_also_where_no_server_will_start(on_stub: list
     """Two of 200 faults struck when all was measured: the retry needed no server, so the dead one left a lease."""
     for finished in on_stub:
         order = finished.table("stages").sort_values("started_at")
-        assert order["stage"].tolist()[:2] == ["doctor", "clean"]
+        assert order["stage"].tolist()[:2] == ["clean", "doctor"]
         assert order["arm"].isna().tolist()[:2] == [True, True]
 
 
@@ -109,6 +109,26 @@ def test_the_report_is_one_file_whose_numbers_stand_in_the_tables(on_stub: list[
     assert "<link" not in html
     for value in first.table("benchmarks")["output_tok_s"]:
         assert f"{value:.4g}" in html
+
+
+def test_speculative_arms_side_by_side_take_turns_each_against_its_own_replay(tmp_path: Path) -> None:
+    data = load_campaign(CAMPAIGNS / "stub.yaml").model_dump(mode="json")
+    data["workloads"] = [data["workloads"][0] | {"concurrencies": [2], "repeats": 2, "by_category": False}]
+    spec = data["arms"][-1] | {"side_by_side": "specs"}
+    shorter = {"name": "stub-spec-2", "speculative": spec["speculative"] | {"num_speculative_tokens": 2}}
+    data["arms"] = [*data["arms"][:-1], spec, spec | shorter]
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(data))
+    finished = run(tmp_path, str(tmp_path / "two.yaml"))
+    stages = finished.table("stages")
+    assert stages.query("stage == 'serve'")["arm"].value_counts().to_dict() == dict.fromkeys(
+        ("stub-base", "stub-extract", "stub-spec", "stub-spec-2"), 1
+    )
+    speculated = finished.table("requests").query("arm.str.startswith('stub-spec')")
+    turns = speculated.groupby(["arm", "repeat"])["sent_at"].min().sort_values().index.tolist()
+    assert turns == [("stub-spec", 0), ("stub-spec-2", 0), ("stub-spec-2", 1), ("stub-spec", 1)]
+    gaps = finished.table("alignment").query("check == 'replay_gap'")["subject"]
+    positions = [gaps.str.startswith(f"{arm} chat position").sum() for arm in ("stub-spec", "stub-spec-2")]
+    assert positions == [3, 2]
 
 
 SMALL = (

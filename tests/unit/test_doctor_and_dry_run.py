@@ -17,8 +17,9 @@ from tasks.engines.registry import engine
 from tasks.errors import ConfigError, InputError, MachineError, NotSupported
 from tasks.launch import nccl_observed, plan_of, requested, shape_of, shown_variables
 from tasks.machine import doctor
-from tasks.machine.facts import judge
+from tasks.machine.facts import facts_of, judge
 from tasks.machine.gpu import GpuHolder, GpuState
+from tasks.machine.known_bad import judge_campaign
 from tasks.machine.topology import Acs, Topology, parse_acs, parse_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +154,22 @@ def test_nvlink_gets_no_pcie_advice_and_a_wrong_declaration_is_refused() -> None
 def test_known_bad_combinations(changes: dict[str, str], finding: str, level: str) -> None:
     assert findings(story(**changes), box())[finding] == level
     assert finding not in findings(story(), box()) or findings(story(), box())[finding] == "info"
+
+
+def test_the_second_of_two_arms_side_by_side_knows_what_the_first_took() -> None:
+    campaign = story(**split("0.5", "0.4"))
+    taken = {a.name: plan_of(campaign, a, None, None).memory_taken for a in campaign.arms}
+    assert (taken["vllm-base"], taken["sglang-base"]) in [(0.0, 0.5), (0.4, 0.0)]
+    assert taken["sglang-tuned"] == 0.0
+
+
+def test_on_a_cpu_a_vllm_arm_side_by_side_says_how_large_its_cache_is() -> None:
+    demo = STORY.with_name("demo-cpu.yaml")
+    together = ["arms.vllm-base.side_by_side=x", "arms.sglang-base.side_by_side=x"]
+    facts = facts_of(load_campaign(demo).machine)
+    told = judge_campaign(load_campaign(demo, [*together, "arms.vllm-base.tuning.kv_cache_gib=null"]), facts, None)
+    assert [f.level for f in told if f.id == "memory-split"] == ["error"]
+    assert not [f for f in judge_campaign(load_campaign(demo, together), facts, None) if f.id == "memory-split"]
 
 
 def test_too_little_disk_and_shared_memory_are_named_with_their_need(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tasks.engines.sglang_settings import from_log, from_server_info
 from tasks.errors import SeamMismatch
 from tasks.sanity import judge
 from tasks.store.refs import BenchmarkRef, ReplayRef
-from tasks.store.tables import Store
+from tasks.store.tables import Store, rows_to_table, write_parquet
 
 LOGS = Path(__file__).resolve().parents[1] / "fixtures" / "logs"
 
@@ -115,10 +115,32 @@ def test_counts_that_a_side_does_not_report_are_null_and_not_a_pass() -> None:
     ]
 
 
+POSITION = {"workload": "chat", "position": 0, "drafts": 4000}
+
+
+def replayed_as(store: Store, key: str, accepted: int) -> None:
+    """A finished replay of a drafter of that name, in the table and as an artifact."""
+    rows = [{**POSITION, "accepted": accepted, "auxiliary": "true", "drafter": key}]
+    store.write("replay", rows, f"replay-{key}")
+    with store.new_artifact("replay", key, {"drafter": key, "requests": 1}) as folder:
+        write_parquet(rows_to_table("replay", rows), folder / "replay.parquet")
+
+
+def test_each_arm_is_compared_with_the_replay_of_its_own_drafter(store: Store, tiny_model: Path) -> None:
+    """Two drafters on one workload: pooled, a good arm fails and a bad one may pass."""
+    for key, accepted in (("good", 2800), ("poor", 1200)):
+        replayed_as(store, key, accepted)
+        store.write("acceptance", [{**POSITION, "accepted": accepted, "arm": f"spec-{key}"}], f"live-{key}")
+    for key in ("good", "poor"):
+        served = BenchmarkRef(key="b", arm=f"spec-{key}", workload="chat")
+        agree(ReplayRef(key=key, drafter_key=key, accept_length=1.5), served, small(tiny_model), store)
+    rows = store.read("alignment", "run-a").to_pylist()
+    assert [row["passed"] for row in rows] == [True] * 4
+
+
 def test_served_acceptance_below_replay_stops_the_campaign(store: Store, tiny_model: Path) -> None:
-    shared = {"workload": "chat", "position": 0, "drafts": 4000}
-    store.write("replay", [{**shared, "accepted": 2800, "auxiliary": "true", "drafter": "d"}], "replay")
-    store.write("acceptance", [{**shared, "accepted": 2400, "arm": "spec"}], "live")
+    replayed_as(store, "r", 2800)
+    store.write("acceptance", [{**POSITION, "accepted": 2400, "arm": "spec"}], "live")
     refs = (ReplayRef(key="r", drafter_key="d", accept_length=1.7), BenchmarkRef(key="b", arm="spec", workload="chat"))
     with pytest.raises(SeamMismatch, match=r"position 0: served 0\.600 .* replayed 0\.700 .*drafthouse diagnose run-a"):
         agree(*refs, small(tiny_model), store)

@@ -77,6 +77,17 @@ def flag(argv: tuple[str, ...], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
+def test_a_share_of_the_card_is_told_to_sglang_as_a_share_of_what_is_free(model: Path) -> None:
+    tuning = {"memory_fraction": 0.45}
+    alone = ENGINE.command(plan(model, device="cuda", tuning=tuning)).argv
+    beside = plan(model, device="cuda", tuning=tuning, memory_taken=0.45)
+    beside = replace(beside, arm=beside.arm.model_copy(update={"side_by_side": "x"}))
+    second = ENGINE.command(beside).argv
+    assert alone[alone.index("--mem-fraction-static") + 1] == "0.45"
+    assert second[second.index("--mem-fraction-static") + 1] == "0.8182"
+    assert ("--sleep-on-idle" in alone, "--sleep-on-idle" in second) == (False, True)
+
+
 def test_the_registry_knows_this_engine() -> None:
     assert isinstance(engine(ENGINE.name), SglangEngine)  # type: ignore[arg-type]
 
