@@ -291,10 +291,8 @@ def _growth(folder: Path, dtype: torch.dtype) -> float:
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:
-        if count is not None:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
