@@ -5,22 +5,18 @@ Arms that are up together are measured in turns (`alternate`); `benchmark` then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from tasks.config import Arm, Campaign, Dtype, Workload
 from tasks.engines.base import RunningServer
 from tasks.errors import SeamMismatch
 from tasks.load import outputs
 from tasks.load.metrics import Acceptance, add_up
-from tasks.measurement import Measurements, cap_of
+from tasks.measurement import Facts, Measurements, Progress, cap_of
 from tasks.reference import top2_margin
 from tasks.store.refs import BenchmarkRef, DrafterRef
 from tasks.store.tables import Store
-
-Progress = Callable[[int, int], None]
-Facts = dict[str, Any]
 
 
 def benchmark(

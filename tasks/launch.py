@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,11 @@ def plan_of(
 
 def _taken_before(campaign: Campaign, arm: Arm) -> float:
     """Share of each GPU that arms side by side with this one have taken when it starts; they start in order."""
-    group = next((g for g in campaign.arms_together(arm.role) if arm.name in [a.name for a in g]), [])
-    before = group[: [a.name for a in group].index(arm.name)] if group else []
-    return sum(a.tuning.memory_fraction or 0.0 for a in before) if campaign.machine.device is Device.cuda else 0.0
+    if arm.side_by_side is None or campaign.machine.device is Device.cpu:
+        return 0.0
+    group = [other for other in campaign.arms if other.side_by_side == arm.side_by_side]
+    before = takewhile(lambda other: other.name != arm.name, group)
+    return sum(other.tuning.memory_fraction or 0.0 for other in before)
 
 
 def _fit_to_gpus(campaign: Campaign, arm: Arm, known: Facts) -> tuple[Arm, dict[str, str], dict[str, str]]:

@@ -18,8 +18,10 @@ from tasks.engines.registry import engine as adapter_of
 from tasks.errors import DrafterBroken, MeasurementInvalid
 from tasks.load import outputs, rows
 from tasks.load.measure import measure
+from tasks.load.prompts import RenderedPrompt
 from tasks.load.workloads import Point, blocks, heldout_prompts, points, warmup
 from tasks.reference import text_config
+from tasks.store.files import write_whole
 from tasks.store.keys import content_key
 from tasks.store.refs import BenchmarkRef, DrafterRef
 from tasks.store.tables import Store
@@ -74,7 +76,7 @@ class Measurements:
         return self.folder / f"{point.name}.json"
 
     @cached_property
-    def _prompts(self) -> list[Any]:
+    def _prompts(self) -> list[RenderedPrompt]:
         return heldout_prompts(self.workload, self._campaign)
 
     def _measure(self, point: Point, baseline_cap: int | None, progress: Progress | None) -> None:
@@ -107,9 +109,7 @@ class Measurements:
         total, _ = rows.total_acceptance(measured)
         facts = {"answers": answers.name, "running_requests_cap": measured.running_cap,
                  "drafts": total.drafts, "accepted": total.accepted}
-        unfinished = finished.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(facts))
-        unfinished.replace(finished)
+        write_whole(finished, json.dumps(facts))
 
 
 def cap_of(baseline: BenchmarkRef | None, store: Store) -> int | None:
